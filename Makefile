@@ -1,0 +1,41 @@
+# The commands of this project; README.md and CONTRIBUTING.md explain them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# CMake and the C++ compiler come from the system; everything else from the package index.
+SOURCES := pyproject.toml $(wildcard ffi/*)
+
+.PHONY: demo test lint bench wheel clean env-examples env-test env-lint
+
+demo: env-examples
+	$(BIN)/python examples/train_lm.py
+
+test: env-test
+	$(BIN)/python -m pytest -m "not long"
+
+lint: env-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.examples: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[examples]'
+	touch $@
+
+$(VENV)/.test: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[examples,test,export]'
+	touch $@ $(VENV)/.examples
+
+$(VENV)/.lint: $(SOURCES) | $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --editable '.[examples,test,export,lint]'
+	touch $@
+
+env-examples: $(VENV)/.examples
+env-test: $(VENV)/.test
+env-lint: $(VENV)/.lint
+
+clean:
+	rm -rf build dist out

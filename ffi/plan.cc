@@ -1,0 +1,1 @@
+extern "C" int jfa_version() { return 1; }

@@ -1,0 +1,1 @@
+"""Exact attention for JAX on NVIDIA Blackwell and Hopper."""
