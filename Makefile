@@ -1,6 +1,8 @@
 # The commands of this project; README.md and CONTRIBUTING.md explain them.
 PYTHON ?= python3
 VENV ?= .venv
+# Which tests `make test` runs, as a pytest marker expression.
+SELECT ?= not long
 BIN := $(VENV)/bin
 # CMake and the C++ compiler come from the system; everything else from the package index.
 SOURCES := pyproject.toml $(wildcard ffi/*)
@@ -11,7 +13,7 @@ demo: env-examples
 	$(BIN)/python examples/train_lm.py
 
 test: env-test
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "$(SELECT)"
 
 lint: env-lint
 	$(BIN)/ruff check .
