@@ -1,0 +1,228 @@
+// The machine: Grid > Cluster > Cta > Warp > Fragment. One cluster is run by one host thread at a time, so that nothing
+// inside it needs a lock; global memory is shared by all.
+//
+// Addresses. Global: host pointers, inside registered ranges. Shared, in both windows: rank << 24 | offset, where
+// the offset of user data starts at kSharedBase; generic = kSharedWindow + that, so that the low 32 bits of a generic
+// address are the shared address. Local: kLocalWindow + offset, of the executing thread. Parameters: host pointers
+// into the grid's parameter block (registered, read-only).
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "async.h"
+#include "error.h"
+#include "events.h"
+#include "mbarrier.h"
+#include "program.h"
+#include "random.h"
+
+namespace emu {
+
+struct Grid;
+struct Cluster;
+struct Cta;
+struct Warp;
+
+constexpr int kLanes = 32;
+constexpr uint32_t kFull = 0xffffffffu;
+constexpr uint64_t kSharedWindow = 0x0100000000000000ull;
+constexpr uint64_t kLocalWindow = 0x0200000000000000ull;
+constexpr uint32_t kSharedBase = 1024;              // reserved by the system, as on sm_90 and later
+constexpr uint32_t kSharedMax = 227 * 1024;         // user bytes of one CTA
+constexpr uint32_t kPoison = 0x7fff7fffu;           // a NaN in f32, bf16x2 and f16x2
+
+// ---------------------------------------------------------------- tensor memory
+
+/// 512 columns of 128 lanes of 32 bits, stored column by column: word(lane, column). A lane's neighbours are contiguous.
+struct TensorMemory {
+  static constexpr uint32_t kColumns = 512, kRows = 128;
+  std::vector<uint32_t> words;               // made on first use, poisoned
+  std::array<uint16_t, kColumns> owner{};    // id of the allocation a column belongs to, 0 if free
+  struct Allocation { uint16_t id; uint32_t column, count; int line; };
+  std::vector<Allocation> allocations;       // live ones
+  uint16_t next_id = 1;
+  uint32_t last_request = kColumns;          // nCols must not grow
+  bool relinquished = false;
+  int group = 0;                             // the one cta_group the kernel uses; 0 until known
+  uint32_t peak = 0;                         // most columns live at once
+
+  uint32_t* column(uint32_t c) { return words.data() + static_cast<size_t>(c) * kRows; }
+  uint32_t& word(uint32_t lane, uint32_t c) { return column(c)[lane]; }
+  void make() { if (words.empty()) words.assign(static_cast<size_t>(kColumns) * kRows, kPoison); }
+};
+
+// ---------------------------------------------------------------- threads
+
+/// What a blocked fragment waits for; for the scheduler's report.
+struct Wait {
+  enum class Kind : uint8_t {
+    none, mbarrier, named_barrier, cluster_barrier, converge, group, tensor_alloc, tensor_wait, registers, grid_order,
+    prerequisite, other
+  };
+  Kind kind = Kind::none;
+  uint32_t object = 0;      // barrier: rank << 24 | offset, or number
+  uint32_t parity = 0;
+  bool may_time_out = false;   // try_wait: returns false when nothing else can run
+  const char* what = "";       // static text for the other kinds
+};
+
+/// Threads of a warp that share a program counter.
+struct Fragment {
+  uint32_t pc = 0;
+  uint32_t mask = 0;
+  bool blocked = false;
+  bool timed_out = false;          // set by the scheduler for a fragment whose wait may time out
+  uint64_t tried = 0;              // Cluster::progress when it last blocked
+  Wait wait;
+  std::vector<uint32_t> calls;     // return addresses
+};
+
+struct alignas(64) Warp {
+  Cta* cta = nullptr;
+  int index = 0;                   // %warpid
+  uint32_t live = 0;               // lanes that exist and have not exited
+  uint32_t full = 0;               // lanes that exist
+  uint8_t* registers = nullptr;
+  std::vector<Fragment> fragments; // the one that runs is fragments[current]
+  size_t current = 0;
+  std::vector<uint8_t> local;      // 32 x local_bytes
+  std::vector<uint64_t> executed;  // by instruction
+  uint64_t instructions = 0;
+  uint32_t register_count = 0;     // a thread's, as setmaxnreg sees it; 0 if unknown
+  int line = 0;                    // of the instruction in execution
+  std::array<ThreadGroups, kLanes>* bulk = nullptr;      // cp.async.bulk groups, made on demand
+  std::array<ThreadGroups, kLanes>* copies = nullptr;    // cp.async groups
+  std::vector<uint64_t> tensor_loads, tensor_stores;     // ids in flight, for tcgen05.wait (family's use)
+  ~Warp();
+
+  uint16_t* r16(Slot s) { return reinterpret_cast<uint16_t*>(registers + s); }
+  uint32_t* r32(Slot s) { return reinterpret_cast<uint32_t*>(registers + s); }
+  uint64_t* r64(Slot s) { return reinterpret_cast<uint64_t*>(registers + s); }
+  float* f32(Slot s) { return reinterpret_cast<float*>(registers + s); }
+  double* f64(Slot s) { return reinterpret_cast<double*>(registers + s); }
+  uint32_t& pred(Slot s) { return *reinterpret_cast<uint32_t*>(registers + s); }
+
+  Fragment& fragment() { return fragments[current]; }
+  /// Describes the wait and returns Step::blocked.
+  Step block(Wait::Kind kind, const char* what, uint32_t object = 0, uint32_t parity = 0, bool may_time_out = false);
+  ThreadGroups& bulk_groups(int lane);
+  ThreadGroups& copy_groups(int lane);
+  Agent agent(int lane) const;
+
+  /// Lane's address: base slot (32 or 64 bit) plus offset.
+  uint64_t address(const Address& a, int lane) {
+    return (a.bits == 32 ? r32(a.base)[lane] : r64(a.base)[lane]) + static_cast<uint64_t>(a.offset);
+  }
+};
+
+// ---------------------------------------------------------------- CTA
+
+struct NamedBarrier {
+  uint32_t expected = 0;        // threads; 0 while idle
+  uint32_t arrived = 0;
+  uint64_t generation = 0;
+  struct Member { Warp* warp; uint32_t mask; bool waits; };
+  std::vector<Member> members;  // of the current generation
+  uint32_t red_and = 1, red_or = 0, red_popc = 0;       // of the current generation
+  uint32_t last_and = 1, last_or = 0, last_popc = 0;    // of the last completed one
+};
+
+struct Cta {
+  Cluster* cluster = nullptr;
+  uint32_t rank = 0;                        // %cluster_ctarank
+  std::array<uint32_t, 3> id{};             // %ctaid
+  uint8_t* shared = nullptr;                // [kSharedBase + static + dynamic]; offsets below kSharedBase are illegal
+  uint32_t shared_end = 0;
+  std::vector<uint64_t> live_words;         // bit per 8-byte word of shared memory: holds a live mbarrier
+  MbarrierTable barriers;
+  std::array<NamedBarrier, 16> named;
+  TensorMemory tensor;
+  std::vector<std::unique_ptr<Warp>> warps;
+  uint32_t threads = 0, exited = 0;
+  int64_t register_pool = 0;                // free registers for setmaxnreg
+
+  uint32_t address(uint32_t offset) const { return rank << 24 | offset; }
+  /// Host pointer to [offset, offset + bytes) of this CTA's shared memory; Verdict if outside. No alignment rule.
+  uint8_t* shared_at(uint64_t offset, uint64_t bytes, const char* what);
+  /// Throws if the range touches a live mbarrier.
+  void check_barriers(uint32_t offset, uint64_t bytes, const char* what) const;
+};
+
+// ---------------------------------------------------------------- cluster
+
+struct ClusterBarrier {
+  uint64_t generation = 0;
+  uint32_t arrived = 0;                     // threads
+};
+
+struct Interval { int cta, warp; uint64_t begin, end; int line; uint8_t kind; };   // trace row
+
+struct Cluster {
+  Grid* grid = nullptr;
+  uint64_t index = 0;                       // in the grid
+  std::array<uint32_t, 3> id{};             // %clusterid
+  std::vector<std::unique_ptr<Cta>> ctas;
+  AsyncQueue async;
+  Random random;
+  ClusterBarrier barrier;
+  uint64_t progress = 1;                    // rises whenever a blocked fragment might go on
+  uint64_t clock = 0;                       // warp instructions executed, the time axis of a trace
+  uint64_t order = 0;                       // of events
+  uint64_t tma_bytes_in = 0, tma_bytes_out = 0;
+  std::vector<Interval> trace;
+  bool finished = false;
+
+  void wake() { ++progress; }
+  Cta& cta(uint32_t rank);
+  /// CTA and offset of a shared::cluster address.
+  Cta& shared_cta(uint64_t address, uint32_t* offset);
+  /// Counts an MMA for the report ("tcgen05.mma f16 128x128x16 cta_group::1").
+  void count_mma(const std::string& shape);
+  std::vector<std::pair<std::string, uint64_t>> mma_counts;
+};
+
+// ---------------------------------------------------------------- grid
+
+struct Range {
+  uint64_t begin, end;
+  bool writable;
+  std::string name;
+};
+
+struct LaunchConfig {
+  std::array<uint32_t, 3> grid{1, 1, 1}, block{1, 1, 1}, cluster{1, 1, 1};
+  uint32_t shared_bytes = 0;    // dynamic
+  uint64_t seed = 0;
+  AsyncMode async = AsyncMode::random;
+  double spurious_wait = 0;     // probability that try_wait / test_wait returns false though the phase is complete
+  int threads = 0;              // host threads; 0: one a core
+  bool trace = false;
+  bool check_leaks = true;      // in-flight operations and TMEM at exit
+};
+
+struct Grid {
+  const Program* program = nullptr;
+  const Function* entry = nullptr;
+  LaunchConfig config;
+  std::vector<Range> ranges;                // ascending
+  uint8_t* params = nullptr;                // parameter block, 64-byte aligned
+  uint8_t* globals = nullptr;               // module-scope .global and .const variables
+  Observer* observer = nullptr;
+
+  /// Host pointer to [address, address + bytes) in global memory; Verdict if outside or not writable.
+  uint8_t* global_at(uint64_t address, uint64_t bytes, Access access, const char* what) const;
+  /// The range that holds the address, or nullptr.
+  const Range* range_of(uint64_t address) const;
+};
+
+/// A decoded access of one thread: host pointer for any space, with bounds, alignment, write permission and live-barrier
+/// checks. `space` generic is resolved by window.
+uint8_t* resolve(Warp& warp, int lane, Space space, uint64_t address, uint32_t bytes, Access access);
+
+}  // namespace emu

@@ -1,0 +1,84 @@
+// The arithmetic of NVIDIA's tensor cores, bit by bit.
+//
+// One rule serves tcgen05.mma, wgmma and mma.sync: within an instruction's K group all products and the accumulator
+// are aligned to one window of 25 fraction bits below the largest encoded exponent, cut toward zero there, summed
+// exactly, and the sum is cut to the destination's format. The rule was published for B200 (sf-tensor/tcgen05, MIT) and
+// checked here for bf16 on an H200. This file knows numbers only: no memory, no descriptors, no warps.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace emu::mma {
+
+enum class Element : uint8_t { f16, bf16, tf32, e4m3, e5m2, e2m3, e3m2, e2m1, u8, s8 };
+enum class Accumulator : uint8_t { f16, f32, s32 };
+
+// Bits of an element's container in an operand: 32 (tf32), 16 or 8. Formats of 6 and 4 bits sit in 8-bit containers.
+int container_bits(Element element);
+const char* name(Element element);
+const char* name(Accumulator accumulator);
+inline bool is_integer(Element element) { return element == Element::u8 || element == Element::s8; }
+
+// NaN that the tensor core makes, and infinities, per accumulator format.
+constexpr uint32_t kNanF32 = 0x7fffffffu;
+constexpr uint32_t kNanF16 = 0x7fffu;
+
+// A decoded multiplicand. Values are significand * 2**(exponent - kScale) with one fixed kScale a side, so that the
+// product of two significands is directly in units of 2**(exponent_a + exponent_b - 25), whatever the two formats are.
+class Multiplicand {
+ public:
+  enum class Side : uint8_t { a, b };
+  enum Class : uint8_t { finite = 0, nan = 1, plus_inf = 2, minus_inf = 3 };
+
+  // `packed` holds `rows` rows (rows of A; columns of B), `k` containers each, the k-th contiguous, rows `pitch` bytes
+  // apart. A keeps [row][k]; B is kept as [k][row], which is the order the vector loop walks.
+  Multiplicand(Side side, Element element, bool negate, const uint8_t* packed, int rows, int k, size_t pitch);
+
+  Side side() const { return side_; }
+  Element element() const { return element_; }
+  int rows() const { return rows_; }
+  int k() const { return k_; }
+  // Row pitch of the B tables, rounded up to the vector width (the rest is zero).
+  int padded_rows() const { return padded_rows_; }
+
+  size_t index(int row, int k) const {
+    return side_ == Side::a ? static_cast<size_t>(row) * k_ + k : static_cast<size_t>(k) * padded_rows_ + row;
+  }
+  const int32_t* significand() const { return significand_.data(); }
+  const int32_t* exponent() const { return exponent_.data(); }
+  const int32_t* integer() const { return significand_.data(); }  // u8 and s8: plain values
+  Class classify(int row, int k) const { return static_cast<Class>(class_[index(row, k)]); }
+  bool row_has_special(int row) const { return row_special_[row] != 0; }
+  bool has_special() const { return has_special_; }
+
+ private:
+  void decode_float(int row, int k, uint32_t bits, bool negate);
+
+  Side side_;
+  Element element_;
+  int rows_, k_, padded_rows_;
+  bool has_special_ = false;
+  std::vector<int32_t> significand_, exponent_;
+  std::vector<uint8_t> class_, row_special_;
+};
+
+struct Options {
+  Accumulator accumulator = Accumulator::f32;
+  bool read_c = true;     // false: D = A*B
+  int scale_c = 0;        // D = A*B + C * 2**-scale_c
+  bool saturate = false;  // s32 only
+  bool portable = false;  // force the plain C++ path (its results are the same)
+};
+
+// D[m][n] = sum_k A[m][k] * B[n][k] + C[m][n], over all of A's rows and `columns` rows of B from `first_column`.
+// `accumulators[m]` points to `columns` 32-bit words that hold C and receive D; null: row m is not written.
+// An f16 accumulator sits in the low half of its word; the high half is written as `f16_high_half` << 16.
+void multiply_accumulate(const Multiplicand& a, const Multiplicand& b, int first_column, int columns,
+                         uint32_t* const* accumulators, const Options& options, uint16_t f16_high_half = 0);
+
+// True if the vector path is used on this machine.
+bool has_vector_path();
+
+}  // namespace emu::mma
