@@ -101,7 +101,6 @@ struct alignas(64) Warp {
   std::vector<uint64_t> tensor_loads, tensor_stores;     // ids in flight, for tcgen05.wait (family's use)
   ~Warp();
 
-  uint16_t* r16(Slot s) { return reinterpret_cast<uint16_t*>(registers + s); }
   uint32_t* r32(Slot s) { return reinterpret_cast<uint32_t*>(registers + s); }
   uint64_t* r64(Slot s) { return reinterpret_cast<uint64_t*>(registers + s); }
   float* f32(Slot s) { return reinterpret_cast<float*>(registers + s); }

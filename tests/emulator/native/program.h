@@ -1,7 +1,8 @@
 // A PTX module: syntax (Statement, Operand) and its decoded form (Program, Instruction).
 //
 // Registers. Every PTX register has a slot: a byte offset into the register file of a warp. A slot holds the 32 lanes
-// side by side: 32 x u16 for 8- and 16-bit registers, 32 x u32, 32 x u64, 2 x (32 x u64) for .b128 (low halves first).
+// side by side: 32 x u32 for registers of up to 32 bits (8- and 16-bit ones zero-extended: keep the upper bits zero),
+// 32 x u64, 2 x (32 x u64) for .b128 (low halves first).
 // A predicate is one u32 with a bit a lane. Literals, addresses of symbols and the special registers that never change
 // during a thread's life have slots too, filled when the warp is made, so that execution never asks what an operand is.
 #pragma once
