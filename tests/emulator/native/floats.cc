@@ -2,36 +2,9 @@
 #include "floats.h"
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 namespace emu::fp {
-
-float as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-uint32_t as_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-double as_double(uint64_t bits) {
-  double value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-uint64_t as_bits64(double value) {
-  uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-uint32_t flush_f32(uint32_t bits) { return (bits & 0x7f800000) == 0 ? bits & 0x80000000 : bits; }
 
 double decode(uint64_t bits, const Format& format) {
   bits &= format.sign_bit() | (format.sign_bit() - 1);
@@ -89,10 +62,14 @@ uint64_t encode(double value, const Format& format, Round round, bool satfinite,
     return format.special == Special::ieee ? sign | format.infinity() : format.nan;
   }
   // |value| = significand * 2^(exponent - 52), significand with its top bit at position 52.
-  int exponent;
-  const double fraction = std::frexp(std::fabs(value), &exponent);  // in [0.5, 1)
-  exponent -= 1;
-  const uint64_t significand = static_cast<uint64_t>(std::ldexp(fraction, 53));
+  constexpr uint64_t kLeadingOne = uint64_t{1} << 52;
+  uint64_t bits = as_bits64(value);
+  int exponent = static_cast<int>(bits >> 52 & 0x7ff) - 1023;
+  if (exponent == -1023) {  // a double subnormal
+    bits = as_bits64(value * 0x1p64);
+    exponent = static_cast<int>(bits >> 52 & 0x7ff) - 1023 - 64;
+  }
+  const uint64_t significand = (bits & (kLeadingOne - 1)) | kLeadingOne;
   const int smallest = 1 - format.bias();
   const int scale = exponent > smallest ? exponent : smallest;  // exponent of the format's leading digit
   const int drop = scale - exponent + 52 - format.mantissa_bits;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace emu::fp {
 
@@ -65,13 +66,29 @@ uint32_t encode_ue8m0(double value, Round round, bool satfinite);
 double decode_ue8m0(uint32_t bits);
 
 // Bit-pattern views.
-float as_float(uint32_t bits);
-uint32_t as_bits(float value);
-double as_double(uint64_t bits);
-uint64_t as_bits64(double value);
+inline float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+inline double as_double(uint64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline uint64_t as_bits64(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
 
 // f32 subnormals become zero of the same sign.
-uint32_t flush_f32(uint32_t bits);
+inline uint32_t flush_f32(uint32_t bits) { return (bits & 0x7f800000) == 0 ? bits & 0x80000000 : bits; }
 
 // ---- scalar: cvt between numbers ----------------------------------------------------------------------------------------------
 
