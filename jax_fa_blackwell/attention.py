@@ -1,0 +1,218 @@
+"""flash_attention: the public function, the choice of implementation, and the gradient rule."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_fa_blackwell import reference, xla
+from jax_fa_blackwell.arguments import Arguments, check_arguments
+from jax_fa_blackwell.masks import KvIntervals, kv_intervals
+from jax_fa_blackwell.operands import Operands
+from jax_fa_blackwell.plan.spec import AttentionSpec, choose_implementation
+from jax_fa_blackwell.plan.target import arch_of_compute_capability
+
+_logger = logging.getLogger("jax_fa_blackwell")
+
+CHECKPOINT_NAME = "context"
+"""The name of the output and the LSE for ``jax.checkpoint`` policies such as ``save_only_these_names``."""
+
+
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    query_segment_ids: Any = None,
+    key_value_segment_ids: Any = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Exact attention: ``softmax(scale * query @ key^T + bias) @ value`` for each head, with every usual mask.
+
+    Shapes: B batch, T query length, S key and value length, N query heads, K key and value heads (N is a multiple of
+    K; query head n uses key head ``n // (N / K)``), H head dim, Hv value head dim. Names and defaults follow
+    ``jax.nn.dot_product_attention``.
+
+    The scores are ``s = scale * q . k + bias``, then ``s = c * tanh(s / c)`` with a soft cap c, then the masks. Softmax
+    is computed in float32 (float64 for float64 inputs). Masks refer to row i's diagonal: key i for
+    causal_alignment="top_left", key ``i + S - T`` for "bottom_right". With sequence lengths T and S are the lengths of
+    the batch entry; with segment ids, positions and lengths count within the two segments of equal id.
+
+    A row that sees no key has output 0, an LSE of -inf (or its sink) and no part in any gradient of query, key, value
+    or bias. Nothing that is in a masked position reaches a result or a gradient, not even NaN: a key or value that no
+    row sees, a row that sees no key, a bias where the mask is False. Any of B, T, S may be 0.
+
+    Args:
+      query: [B, T, N, H] or [T, N, H]; bfloat16, float16, float32 or float64 (on GPU kernels the first two).
+      key: [B, S, K, H] or [S, K, H], query's dtype.
+      value: [B, S, K, Hv] or [S, K, Hv], query's dtype.
+      bias: floating; broadcasts to [B, N, T, S].
+      mask: bool, True attends; broadcasts to [B, N, T, S].
+      scale: static number; None is ``1 / sqrt(H)``.
+      is_causal: whether row i sees no key after its diagonal.
+      causal_alignment: "top_left" or "bottom_right".
+      local_window_size: an int w, meaning (w, w), or (left, right): row i sees the keys from ``diagonal - left`` to
+        ``diagonal + right``; None for a side is unbounded. With or without is_causal.
+      query_seq_lengths: int32 [B]; rows at and beyond the length see nothing.
+      key_value_seq_lengths: int32 [B]; keys at and beyond the length are not seen.
+      query_segment_ids: int32 [B, T]; equal ids attend, negative ids are padding. Each id must stand in one contiguous
+        run, in any order; this cannot be checked under jit. Sequence lengths, if also given, make what is beyond them
+        padding.
+      key_value_segment_ids: int32 [B, S], given exactly if query_segment_ids is.
+      logits_soft_cap: static positive number, or None.
+      sinks: floating [N]; each head's softmax denominator gets ``exp(sink)`` more.
+      return_lse: whether to return the log-sum-exp too.
+      deterministic: whether gradients must be the same, bit for bit, in every run ("xla" and "reference" always are).
+      implementation: "cuda" (kernels), "xla" (pure JAX, memory linear in T and S), "reference" (the definition,
+        quadratic memory), or None for the best available, which logs why once where it is not "cuda".
+
+    Without a batch axis in query, the other arrays have none either: lengths are scalars, segment ids [T] and [S].
+
+    Returns:
+      The output [B, T, N, Hv] in query's dtype; with return_lse a pair of it and the LSE [B, T, N], natural log of
+      each row's softmax denominator, float32 (float64 for float64 inputs). Both are differentiable, by reverse mode
+      any number of times with "xla" and "reference".
+
+    Raises:
+      ValueError: an argument is malformed; the message names it, what it was and what was expected.
+      NotImplementedError: implementation="cuda" and no kernel takes the call; the message names the limit.
+    """
+    for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be a Python bool, known when JAX traces; got {flag!r}")
+    arguments = check_arguments(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        local_window_size=local_window_size,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+    )
+    intervals = kv_intervals(arguments.masks)
+    spec = _make_spec(arguments, intervals, deterministic)
+    on_request = implementation in ("xla", "reference")
+    choice = choose_implementation(spec, implementation, None if on_request else _device_arch())
+    if choice.name == "xla" and not on_request:
+        _log_once(choice.reason)
+    if choice.name == "reference":
+        out, lse = reference.attention(
+            arguments.query,
+            arguments.key,
+            arguments.value,
+            arguments.bias,
+            arguments.mask,
+            arguments.sinks,
+            arguments.masks,
+            scale=arguments.scale,
+            logits_soft_cap=arguments.logits_soft_cap,
+        )
+    else:
+        operands = Operands(
+            arguments.query,
+            arguments.key,
+            arguments.value,
+            arguments.bias,
+            arguments.mask,
+            arguments.sinks,
+            intervals.lo,
+            intervals.hi,
+        )
+        out, lse = _attend(spec, operands)
+    if not arguments.has_batch:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def _make_spec(arguments: Arguments, intervals: KvIntervals, deterministic: bool) -> AttentionSpec:
+    B, T, N, H = arguments.query.shape
+    _, S, K, Hv = arguments.value.shape
+    is_affine = intervals.form == "affine"
+    return AttentionSpec(
+        batch=B,
+        query_length=T,
+        key_value_length=S,
+        query_heads=N,
+        key_value_heads=K,
+        head_dim=H,
+        value_head_dim=Hv,
+        dtype=arguments.query.dtype.name,
+        scale=arguments.scale,
+        mask_form=intervals.form,
+        lower=intervals.lower if is_affine else 0,
+        upper=intervals.upper if is_affine else 0,
+        bias_shape=None if arguments.bias is None else arguments.bias.shape,
+        mask_shape=None if arguments.mask is None else arguments.mask.shape,
+        logits_soft_cap=arguments.logits_soft_cap,
+        has_sinks=arguments.sinks is not None,
+        deterministic=deterministic,
+    )
+
+
+def _device_arch() -> str | None:
+    """The architecture of the default GPU if kernels exist for it, else None."""
+    if jax.default_backend() != "gpu":
+        return None
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    major, _, minor = str(capability).partition(".")
+    return arch_of_compute_capability(int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    # On a GPU the fallback costs speed that the user paid for; elsewhere there is nothing else to expect.
+    level = logging.WARNING if jax.default_backend() == "gpu" else logging.INFO
+    _logger.log(level, "flash_attention runs as implementation 'xla': %s", reason)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(spec: AttentionSpec, operands: Operands) -> Any:
+    return xla.forward(spec, operands)
+
+
+def _attend_forward(spec: AttentionSpec, operands: Operands):
+    # Not xla.forward: so a second derivative goes through this rule again instead of through the forward scan.
+    out, lse = _attend(spec, operands)
+    out, lse = checkpoint_name(out, CHECKPOINT_NAME), checkpoint_name(lse, CHECKPOINT_NAME)
+    return (out, lse), (operands, out, lse)
+
+
+def _attend_backward(spec: AttentionSpec, residuals, cotangents):
+    operands, out, lse = residuals
+    gradients = xla.backward(spec, operands, out, lse, *cotangents)
+    return (
+        Operands(
+            query=gradients.query,
+            key=gradients.key,
+            value=gradients.value,
+            bias=gradients.bias,
+            sinks=gradients.sinks,
+        ),
+    )
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
