@@ -36,7 +36,7 @@ struct TensorMapData {
   Swizzle swizzle;
   uint8_t nan_fill;
   uint8_t l2_promotion;                        // no effect
-  uint8_t reserved[7];
+  uint8_t reserved[15];
   uint32_t checksum;                           // of everything before it
 
   uint32_t sum() const;
