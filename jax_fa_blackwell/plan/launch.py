@@ -5,7 +5,8 @@ on a GPU and the PTX emulator (``tests/emulator``) on a CPU. An operand is named
 arguments followed by its results. A plan may hold one program for each architecture; the executor picks by device.
 
 Byte format (little endian; ``ffi/plan.cc`` is its mirror): ``u32``, ``i64``, ``f32`` as named; a string or byte
-string is a ``u32`` length and its bytes; a list is a ``u32`` count and its items.
+string is a ``u32`` length and its bytes; a list is a ``u32`` count and its items. A string is a name: printable ASCII,
+at least one character. ``programmatic`` is 0 or 1. Both readers refuse whatever the classes below refuse.
 
     plan     = "JFAP" u32:version string:name list[i64]:argument_bytes list[i64]:result_bytes list[program]
     program  = string:arch list[step]
@@ -25,14 +26,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import struct
 
 VERSION = 1
 MAGIC = b"JFAP"
 
+MAX_OPERANDS = 64
+"""Arguments and results of one call: the executor keeps their addresses on its stack."""
+MAX_PROGRAMS = 16
+MAX_PARAMS = 256
+MAX_PARAM_BYTES = 4096
+"""What every driver takes for one launch, with each parameter aligned to 8 bytes (tensor maps to 64)."""
+
 DTYPES = ("bfloat16", "float16", "float32", "int32", "uint8", "float64", "int64", "uint32", "uint16", "uint64")
 DTYPE_BYTES = (2, 2, 4, 4, 1, 8, 8, 4, 2, 8)
 SWIZZLES = ("none", "32B", "64B", "128B")
+FLOATING = ("bfloat16", "float16", "float32", "float64")
 FILLS = ("zero", "nan")
 L2_PROMOTIONS = ("none", "64B", "128B", "256B")
 
@@ -40,6 +50,10 @@ L2_PROMOTIONS = ("none", "64B", "128B", "256B")
 def _require(condition: bool, what: str) -> None:
     if not condition:
         raise ValueError(what)
+
+
+def _require_name(name: str, what: str) -> None:
+    _require(bool(re.fullmatch("[ -~]+", name)), f"{what} must be printable ASCII and not empty; got {name!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +95,9 @@ class TensorMap:
             self.l2_promotion in L2_PROMOTIONS,
             f"tensor map l2_promotion must be one of {L2_PROMOTIONS}; got {self.l2_promotion!r}",
         )
+        _require(
+            self.fill == "zero" or self.dtype in FLOATING, f"tensor map fill 'nan' needs a float; got {self.dtype!r}"
+        )
         _require(1 <= rank <= 5, f"tensor map rank must be 1 to 5; got dims {self.dims}")
         _require(all(1 <= d <= 2**32 for d in self.dims), f"tensor map dims must be 1 to 2**32; got {self.dims}")
         _require(len(self.strides_bytes) == rank - 1, f"tensor map needs {rank - 1} strides; got {self.strides_bytes}")
@@ -97,6 +114,10 @@ class TensorMap:
         _require(
             len(self.element_strides) == rank and all(1 <= s <= 8 for s in self.element_strides),
             f"tensor map element_strides must be {rank} steps of 1 to 8; got {self.element_strides}",
+        )
+        # The driver ignores the step of the innermost dimension, so only 1 says what happens.
+        _require(
+            self.element_strides[0] == 1, f"tensor map element_strides must begin with 1; got {self.element_strides}"
         )
         row_bytes = self.box[0] * self.element_bytes
         _require(row_bytes % 16 == 0, f"tensor map box rows must be multiples of 16 bytes; got {row_bytes}")
@@ -149,12 +170,18 @@ class Int32:
 
 @dataclasses.dataclass(frozen=True)
 class Float32:
-    """A binary32 parameter."""
+    """A binary32 parameter; the value given is rounded to binary32."""
 
     value: float
 
     size = 4
     alignment = 4
+
+    def __post_init__(self):
+        try:
+            object.__setattr__(self, "value", struct.unpack("<f", struct.pack("<f", self.value))[0])
+        except OverflowError:
+            raise ValueError(f"Float32 parameter out of range: {self.value}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +190,12 @@ class Bytes:
 
     data: bytes
 
+    alignment = 8
+
+    def __post_init__(self):
+        legal = 1 <= len(self.data) <= MAX_PARAM_BYTES
+        _require(legal, f"a Bytes parameter has 1 to {MAX_PARAM_BYTES} bytes; got {len(self.data)}")
+
     @property
     def size(self) -> int:
         """Bytes of the parameter."""
@@ -170,6 +203,15 @@ class Bytes:
 
 
 Param = TensorMap | Pointer | Int32 | Float32 | Bytes
+
+
+def parameter_bytes(params: tuple[Param, ...]) -> int:
+    """Bytes of the executor's parameter block: each parameter aligned to 8 bytes, a tensor map to 64."""
+    end = 0
+    for param in params:
+        alignment = max(param.alignment, 8)
+        end = -(-end // alignment) * alignment + param.size
+    return end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +226,7 @@ class Fill:
     def __post_init__(self):
         _require(self.words > 0, f"a fill needs at least one word; got {self.words}")
         _require(0 <= self.word < 2**32, f"fill word must be an unsigned 32-bit value; got {self.word}")
-        _require(self.offset_bytes % 4 == 0, f"fill offset must be a multiple of 4; got {self.offset_bytes}")
+        _require(self.offset_bytes % 4 == 0, f"a fill's offset must be a multiple of 4; got {self.offset_bytes}")
 
     @property
     def end_bytes(self) -> int:
@@ -198,7 +240,7 @@ class Launch:
 
     Attributes:
       kernel: the kernel's stable name, for people.
-      sha256: hexadecimal digest of the cubin.
+      sha256: digest of the cubin in lower-case hexadecimal.
       symbol: entry point in the cubin.
       grid, block, cluster: extents in x, y, z; grid in blocks, not clusters.
       shared_bytes: dynamic shared memory of a block.
@@ -218,7 +260,10 @@ class Launch:
 
     def __post_init__(self):
         where = f"launch of {self.kernel!r}"
-        _require(len(bytes.fromhex(self.sha256)) == 32, f"{where}: sha256 must be 64 hexadecimal digits")
+        _require_name(self.kernel, "kernel name")
+        _require_name(self.symbol, f"{where}: symbol")
+        digits = re.fullmatch("[0-9a-f]{64}", self.sha256)
+        _require(bool(digits), f"{where}: sha256 must be 64 lower-case hexadecimal digits; got {self.sha256!r}")
         for name, limits in (("grid", (2**31 - 1, 65535, 65535)), ("block", (1024, 1024, 64)), ("cluster", (16,) * 3)):
             extents = getattr(self, name)
             legal = len(extents) == 3 and all(1 <= e <= limit for e, limit in zip(extents, limits, strict=True))
@@ -227,7 +272,12 @@ class Launch:
         _require(math.prod(self.cluster) <= 16, f"{where}: more than 16 blocks in cluster {self.cluster}")
         divides = all(g % c == 0 for g, c in zip(self.grid, self.cluster, strict=True))
         _require(divides, f"{where}: cluster {self.cluster} does not divide grid {self.grid}")
-        _require(0 <= self.shared_bytes <= 227 * 1024, f"{where}: shared_bytes {self.shared_bytes} above 232448")
+        _require(
+            0 <= self.shared_bytes <= 227 * 1024, f"{where}: shared_bytes must be 0 to 232448; got {self.shared_bytes}"
+        )
+        _require(len(self.params) <= MAX_PARAMS, f"{where}: {len(self.params)} parameters; at most {MAX_PARAMS}")
+        size = parameter_bytes(self.params)
+        _require(size <= MAX_PARAM_BYTES, f"{where}: parameters of {size} bytes; at most {MAX_PARAM_BYTES}")
 
 
 Step = Fill | Launch
@@ -240,6 +290,10 @@ class Program:
     arch: str
     steps: tuple[Step, ...]
 
+    def __post_init__(self):
+        legal = re.fullmatch("sm_[1-9][0-9]{1,3}a", self.arch)
+        _require(bool(legal), f"arch must name one compute capability, such as 'sm_90a'; got {self.arch!r}")
+
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
@@ -251,9 +305,13 @@ class LaunchPlan:
     programs: tuple[Program, ...]
 
     def __post_init__(self):
+        _require_name(self.name, "plan name")
         arches = [program.arch for program in self.programs]
+        _require(len(arches) <= MAX_PROGRAMS, f"plan {self.name!r} has {len(arches)} programs; at most {MAX_PROGRAMS}")
         _require(len(set(arches)) == len(arches), f"plan {self.name!r} has an architecture twice: {arches}")
         sizes = self.argument_bytes + self.result_bytes
+        _require(len(sizes) <= MAX_OPERANDS, f"plan {self.name!r} has {len(sizes)} operands; at most {MAX_OPERANDS}")
+        _require(all(0 <= s < 2**63 for s in sizes), f"plan {self.name!r} has a buffer size out of range: {sizes}")
         for program in self.programs:
             for step in program.steps:
                 for ref in (step,) if isinstance(step, Fill) else step.params:
@@ -261,9 +319,10 @@ class LaunchPlan:
                         continue
                     where = f"plan {self.name!r}, {program.arch}: {type(ref).__name__}"
                     _require(0 <= ref.operand < len(sizes), f"{where} names operand {ref.operand} of {len(sizes)}")
-                    end = ref.offset_bytes + 1 if isinstance(ref, Pointer) else ref.end_bytes
                     size = sizes[ref.operand]
-                    inside = ref.offset_bytes >= 0 and end <= max(size, 1)
+                    # A pointer names at least one byte, save that an empty operand has a beginning too.
+                    end = ref.offset_bytes + (size > 0) if isinstance(ref, Pointer) else ref.end_bytes
+                    inside = ref.offset_bytes >= 0 and end <= size
                     _require(inside, f"{where} ends at byte {end} of operand {ref.operand}, which has {size}")
 
     def program(self, arch: str) -> Program:
@@ -419,7 +478,7 @@ class _Reader:
             return Fill(operand, words, word, offset)
         kernel, sha256, symbol = self.string(), self.raw(32).hex(), self.string()
         grid, block, cluster = ((self.u32(), self.u32(), self.u32()) for _ in range(3))
-        shared_bytes, programmatic = self.u32(), bool(self.u32())
+        shared_bytes, programmatic = self.u32(), self.choice(("no", "yes")) == "yes"
         return Launch(kernel, sha256, symbol, grid, block, self.items(self.param), cluster, shared_bytes, programmatic)
 
     def param(self) -> Param:
