@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL:
     version = lib.jfa_plan_version()
     if version != launch.VERSION:
         raise RuntimeError(
-            f"{path} reads launch plans of version {version}; this package writes version {launch.VERSION}: reinstall it"
+            f"{path} reads launch plans of version {version}; this package writes version {launch.VERSION}"
         )
     return lib
 
@@ -52,9 +52,9 @@ def library() -> ctypes.CDLL:
 def add_cubin_directory(directory: str | os.PathLike[str]) -> None:
     """Adds a directory that the executor searches for cubins, after those added before.
 
-    A cubin lies in it as ``<sha256 of its bytes>.cubin``. The file is read, and its bytes checked against its name, when
-    a plan first needs it on a device; it may be written after the directory was added. Adding a directory twice does
-    nothing.
+    A cubin lies in it as ``<sha256 of its bytes>.cubin``. The file is read, and its bytes checked against its name,
+    when a plan first needs it on a device; it may be written after the directory was added. Adding a directory twice
+    does nothing.
 
     Args:
       directory: path of the directory; it need not exist yet.
@@ -80,11 +80,9 @@ def register(platform: str = PLATFORM) -> None:
 def _register(platform: str) -> None:
     lib = library()
     # The type comes first: registering the target asks its handlers for the identifier that XLA gives to the type.
-    state = {
-        "type_id": jax.ffi.pycapsule(lib.jfa_call_site_type_id()),
-        "type_info": jax.ffi.pycapsule(lib.jfa_call_site_type_info()),
-    }
-    jax.ffi.register_ffi_type(_STATE_TYPE, state, platform=platform)
+    type_id = jax.ffi.pycapsule(lib.jfa_call_site_type_id())
+    type_info = jax.ffi.pycapsule(lib.jfa_call_site_type_info())
+    jax.ffi.register_ffi_type(_STATE_TYPE, {"type_id": type_id, "type_info": type_info}, platform=platform)
     stages = {
         "instantiate": jax.ffi.pycapsule(lib.jfa_instantiate),
         "initialize": jax.ffi.pycapsule(lib.jfa_initialize),
@@ -95,7 +93,7 @@ def _register(platform: str) -> None:
 
 def _nbytes(what: str, shape: tuple, dtype: np.dtype) -> int:
     if not all(isinstance(extent, int | np.integer) for extent in shape):
-        raise NotImplementedError(f"{what} has shape {shape}: a launch plan needs shapes that are known when it is made")
+        raise NotImplementedError(f"{what} has shape {shape}; a launch plan needs shapes known at trace time")
     return math.prod(shape) * dtype.itemsize
 
 
