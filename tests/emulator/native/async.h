@@ -30,6 +30,9 @@ struct AsyncOp {
   /// cluster launch control): it then lands between two rounds of the grid, in the order of clusters.
   virtual bool grid_ordered() const { return false; }
 
+  /// True while the operation reads or writes memory of this CTA, or signals a barrier in it: the CTA must not end yet.
+  virtual bool needs_cta(uint32_t rank) const { return agent.cta_rank == rank; }
+
   Agent agent;                     // engine and issuing thread
   Proxy proxy = Proxy::async;
   int pipe = -1;                   // operations of one pipe land in order of issue; -1: unordered
@@ -48,6 +51,9 @@ class AsyncQueue {
   bool complete(uint64_t id) const { return live_.find(id) == live_.end(); }
   /// Advances one operation that may start now (by the rng); false if there is none.
   bool advance_one(Cluster& cluster, Random& random);
+  /// Lands what has been waiting for the grid's order, in order of issue.
+  bool advance_queued(Cluster& cluster);
+  bool any_queued() const;
   /// Number of the pipe that `name` (any key the family chooses, e.g. CTA pair, warp and lane) denotes.
   int pipe(uint64_t name);
   /// Operations in flight, in order of issue.
@@ -58,7 +64,7 @@ class AsyncQueue {
  private:
   struct Live {
     std::unique_ptr<AsyncOp> op;
-    bool queued = false;   // in grid_queue
+    bool queued = false;   // waits for the grid's order
   };
   bool ready(const AsyncOp& op) const;
   bool advance(Cluster& cluster, uint64_t id);
@@ -67,7 +73,6 @@ class AsyncQueue {
   std::vector<std::deque<uint64_t>> pipes_;
   std::unordered_map<uint64_t, int> pipe_names_;
   uint64_t next_ = 1;
-  friend struct Cluster;
 };
 
 /// A thread's groups of bulk (or non-bulk cp.async) operations.

@@ -41,7 +41,7 @@ struct Verdict : std::exception {
   int line = 0;             // line in the PTX text, 0 if none
   std::string text;         // that line
   std::string where;        // "CTA (0,0,0) rank 0 warp 3 lane 5", empty at load time
-  std::string detail;       // further lines, e.g. the table of waiting warps
+  std::string detail;       // further facts as JSON, e.g. the table of waiting warps
 
   Verdict(Fault f, std::string m) : fault(f), message(std::move(m)) {}
   const char* what() const noexcept override { return message.c_str(); }

@@ -8,9 +8,9 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -83,6 +83,12 @@ struct Fragment {
   std::vector<uint32_t> calls;     // return addresses
 };
 
+/// What a warp's lanes have pending at the barriers that they pass in two steps.
+struct BarrierStep {
+  uint32_t arrived = 0;                          // lanes that have arrived and not yet left
+  std::array<uint64_t, kLanes> generation{};     // in which they arrived
+};
+
 struct alignas(64) Warp {
   Cta* cta = nullptr;
   int index = 0;                   // %warpid
@@ -96,6 +102,11 @@ struct alignas(64) Warp {
   uint64_t instructions = 0;
   uint32_t register_count = 0;     // a thread's, as setmaxnreg sees it; 0 if unknown
   int line = 0;                    // of the instruction in execution
+  const struct Range* range = nullptr;   // last range of global memory that was hit
+  uint32_t carry = 0;              // condition code CC.CF, a bit a lane
+  std::array<BarrierStep, 16> named_steps;
+  BarrierStep cluster_step;
+  std::vector<uint32_t> maxnreg_history;   // immediates of setmaxnreg, in order
   std::array<ThreadGroups, kLanes>* bulk = nullptr;      // cp.async.bulk groups, made on demand
   std::array<ThreadGroups, kLanes>* copies = nullptr;    // cp.async groups
   std::vector<uint64_t> tensor_loads, tensor_stores;     // ids in flight, for tcgen05.wait (family's use)
@@ -113,6 +124,13 @@ struct alignas(64) Warp {
   ThreadGroups& bulk_groups(int lane);
   ThreadGroups& copy_groups(int lane);
   Agent agent(int lane) const;
+
+  /// Ends the lanes of `mask` (Step::exit follows).
+  void exit(uint32_t mask);
+  /// Splits the lanes of `mask` off the running fragment and sends them to `target`; all of them: the fragment jumps.
+  Step branch(uint32_t mask, uint32_t target);
+  /// True if every live lane of `members` is in the running fragment; otherwise the instruction must block (converge).
+  bool converged(uint32_t members) { return (members & live & ~fragment().mask) == 0; }
 
   /// Lane's address: base slot (32 or 64 bit) plus offset.
   uint64_t address(const Address& a, int lane) {
@@ -145,6 +163,10 @@ struct Cta {
   std::vector<std::unique_ptr<Warp>> warps;
   uint32_t threads = 0, exited = 0;
   int64_t register_pool = 0;                // free registers for setmaxnreg
+  std::vector<uint8_t> shared_memory, register_file;
+  bool checked = false;                     // rules of its end have been applied
+
+  bool ended() const { return exited == threads; }
 
   uint32_t address(uint32_t offset) const { return rank << 24 | offset; }
   /// Host pointer to [offset, offset + bytes) of this CTA's shared memory; Verdict if outside. No alignment rule.
@@ -158,6 +180,7 @@ struct Cta {
 struct ClusterBarrier {
   uint64_t generation = 0;
   uint32_t arrived = 0;                     // threads
+  uint32_t exited = 0;                      // threads that ended without having arrived in this generation
 };
 
 struct Interval { int cta, warp; uint64_t begin, end; int line; uint8_t kind; };   // trace row
@@ -171,19 +194,49 @@ struct Cluster {
   Random random;
   ClusterBarrier barrier;
   uint64_t progress = 1;                    // rises whenever a blocked fragment might go on
+  uint64_t activity = 0;                    // rises with everything that is not waiting; see touch()
   uint64_t clock = 0;                       // warp instructions executed, the time axis of a trace
   uint64_t order = 0;                       // of events
-  uint64_t tma_bytes_in = 0, tma_bytes_out = 0;
+  Agent actor;                              // who acts at the moment, for events; operations set their own
+  uint64_t acting_operation = 0;
+  int acting_line = 0;
+  uint64_t tma_bytes_in = 0, tma_bytes_out = 0;   // families count here
   std::vector<Interval> trace;
+  uint32_t threads = 0, exited = 0;
   bool finished = false;
+  bool stuck = false;                       // nothing can run and nothing is in flight
+  bool grid_phase = false;                  // global memory may be touched in order (see Grid)
+  std::unique_ptr<Verdict> error;
+  std::map<std::string, uint64_t> mma_counts;
 
-  void wake() { ++progress; }
+  /// Something happened that a blocked fragment may wait for.
+  void wake() { ++progress; ++activity; }
+  /// Something happened that shows that the cluster is not idling (a store, for instance).
+  void touch() { ++activity; }
   Cta& cta(uint32_t rank);
-  /// CTA and offset of a shared::cluster address.
+  /// CTA and offset of a shared::cluster address; Verdict if it names no CTA of the cluster.
   Cta& shared_cta(uint64_t address, uint32_t* offset);
-  /// Counts an MMA for the report ("tcgen05.mma f16 128x128x16 cta_group::1").
-  void count_mma(const std::string& shape);
-  std::vector<std::pair<std::string, uint64_t>> mma_counts;
+  /// Counts an MMA for the report, e.g. "f16 128x128x16 cta_group::1 SS".
+  void count_mma(const std::string& shape) { ++mma_counts[shape]; }
+  /// Threads of a cluster barrier: completes the generation if all have come.
+  void settle_barrier();
+
+  /// Executes up to `budget` warp instructions. Returns early when finished, stuck, or waiting for the grid.
+  void run(uint64_t budget);
+  /// Executes what waits for the grid's order: operations and fragments blocked on Wait::Kind::grid_order.
+  void run_grid_phase();
+  bool waits_for_grid() const;
+
+ private:
+  friend class AsyncQueue;
+  std::vector<std::pair<Warp*, size_t>> candidates_;
+  uint64_t idle_activity_ = 0;
+  int idle_rounds_ = 0;
+  uint64_t spin_activity_ = 0, spin_clock_ = 0;
+  double landing_ = 0.5;                    // chance that an operation lands before a slice (random mode)
+  void run_fragment(Warp& warp, size_t fragment, uint32_t budget);
+  bool time_out();
+  void check_exit();
 };
 
 // ---------------------------------------------------------------- grid
@@ -202,6 +255,7 @@ struct LaunchConfig {
   double spurious_wait = 0;     // probability that try_wait / test_wait returns false though the phase is complete
   int threads = 0;              // host threads; 0: one a core
   bool trace = false;
+  uint64_t spin_limit = 4'000'000;   // warp instructions without any activity after which a cluster counts as stuck
   bool check_leaks = true;      // in-flight operations and TMEM at exit
 };
 
@@ -213,12 +267,29 @@ struct Grid {
   uint8_t* params = nullptr;                // parameter block, 64-byte aligned
   uint8_t* globals = nullptr;               // module-scope .global and .const variables
   Observer* observer = nullptr;
+  uint64_t clusters = 0;                    // in the grid
+  uint64_t next_cluster = 0;                // the first one not launched; cluster launch control takes from here
+  bool single = false;                      // one cluster in all: no order to keep
+  uint32_t dynamic_shared = 0;              // offset of dynamic shared memory
+  uint32_t shared_end = 0;
+  uint32_t register_count = 0;              // registers of a thread at launch
+
+  /// Index of a cluster that will then never be launched, or -1. Only in the grid phase.
+  int64_t cancel_next() { return next_cluster < clusters ? static_cast<int64_t>(next_cluster++) : -1; }
+  /// %ctaid of the first CTA of a cluster.
+  std::array<uint32_t, 3> first_cta(uint64_t cluster) const;
 
   /// Host pointer to [address, address + bytes) in global memory; Verdict if outside or not writable.
   uint8_t* global_at(uint64_t address, uint64_t bytes, Access access, const char* what) const;
   /// The range that holds the address, or nullptr.
   const Range* range_of(uint64_t address) const;
 };
+
+/// True if an access to global memory that other clusters may order against must block now (Warp::block_for_grid).
+inline bool must_wait_for_grid(const Warp& warp) {
+  const Cluster& cluster = *warp.cta->cluster;
+  return !cluster.grid_phase && !cluster.grid->single;
+}
 
 /// A decoded access of one thread: host pointer for any space, with bounds, alignment, write permission and live-barrier
 /// checks. `space` generic is resolved by window.

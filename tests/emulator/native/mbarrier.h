@@ -30,6 +30,7 @@ struct Mbarrier {
   };
   std::vector<Waiter> waiters;
   uint64_t waits = 0, stalls = 0;   // statistics
+  uint64_t tx_total = 0;            // bytes completed so far
 };
 
 /// The barriers in one CTA's shared memory, by byte offset. Every function takes the offset of the object inside that

@@ -119,7 +119,9 @@ struct Instruction {
 
 /// A slot that is filled when a warp is made.
 struct Constant {
-  enum class Kind : uint8_t { literal, shared_symbol, local_symbol, param_symbol, global_symbol, special } kind;
+  enum class Kind : uint8_t {
+    literal, shared_symbol, dynamic_shared_symbol, local_symbol, param_symbol, global_symbol, special
+  } kind;
   Slot slot;
   int bits;
   uint64_t value;   // literal bits, offset of the symbol in its space, or the Special
@@ -169,6 +171,7 @@ struct Function {
   std::vector<Constant> constants;
   uint32_t register_bytes = 0;        // register file of a warp that runs it
   uint32_t static_shared = 0;         // bytes of static shared memory, from kSharedBase on
+  uint32_t dynamic_alignment = 16;    // of the dynamic shared memory behind it
   uint32_t local_bytes = 0;           // a thread
 };
 
@@ -246,6 +249,16 @@ class Decoder {
   virtual void keep(Instruction& instruction, std::unique_ptr<Payload> payload) = 0;
   /// The instruction index of a label in the statement's function (filled in before execution).
   virtual void label(const Operand& operand, uint32_t* index) = 0;
+  /// The same for the entries of a .branchtargets table.
+  virtual void branch_table(const Operand& operand, std::vector<uint32_t>* indices) = 0;
+  /// Index into Program::functions; unsupported() if the module has no body for it.
+  virtual uint32_t function(const Operand& operand) = 0;
+  /// Where a parameter (or return value) of function `index` lives in a thread's local memory.
+  virtual std::vector<std::pair<uint64_t, uint32_t>> formals(uint32_t index, bool returns) = 0;
+  /// Local offset and size of a .param variable of this body.
+  virtual std::pair<uint64_t, uint32_t> call_param(const Operand& operand) = 0;
+  /// Marks a destination as written after the instruction (by an operation in flight), so that its slot is its own.
+  virtual void pin(const Operand& operand) = 0;
   virtual const Program& program() const = 0;
 };
 
