@@ -29,22 +29,23 @@ constexpr uint32_t kNanF16 = 0x7fffu;
 // product of two significands is directly in units of 2**(exponent_a + exponent_b - 25), whatever the two formats are.
 class Multiplicand {
  public:
-  enum class Side : uint8_t { a, b };
+  enum class Side : uint8_t { outer, inner };
   enum Class : uint8_t { finite = 0, nan = 1, plus_inf = 2, minus_inf = 3 };
 
-  // `packed` holds `rows` rows (rows of A; columns of B), `k` containers each, the k-th contiguous, rows `pitch` bytes
-  // apart. A keeps [row][k]; B is kept as [k][row], which is the order the vector loop walks.
+  // `packed` holds `rows` rows (rows of A, columns of B), `k` containers each side by side, rows `pitch` bytes apart.
+  // The rule is symmetric, so that either of A and B may be the inner side: the one whose rows the vector loop walks.
+  // The outer side keeps [row][k], the inner side [k][row].
   Multiplicand(Side side, Element element, bool negate, const uint8_t* packed, int rows, int k, size_t pitch);
 
   Side side() const { return side_; }
   Element element() const { return element_; }
   int rows() const { return rows_; }
   int k() const { return k_; }
-  // Row pitch of the B tables, rounded up to the vector width (the rest is zero).
+  // Row pitch of the inner tables, rounded up to the vector width (the rest is zero).
   int padded_rows() const { return padded_rows_; }
 
   size_t index(int row, int k) const {
-    return side_ == Side::a ? static_cast<size_t>(row) * k_ + k : static_cast<size_t>(k) * padded_rows_ + row;
+    return side_ == Side::outer ? static_cast<size_t>(row) * k_ + k : static_cast<size_t>(k) * padded_rows_ + row;
   }
   const int32_t* significand() const { return significand_.data(); }
   const int32_t* exponent() const { return exponent_.data(); }
@@ -72,10 +73,10 @@ struct Options {
   bool portable = false;  // force the plain C++ path (its results are the same)
 };
 
-// D[m][n] = sum_k A[m][k] * B[n][k] + C[m][n], over all of A's rows and `columns` rows of B from `first_column`.
-// `accumulators[m]` points to `columns` 32-bit words that hold C and receive D; null: row m is not written.
-// An f16 accumulator sits in the low half of its word; the high half is written as `f16_high_half` << 16.
-void multiply_accumulate(const Multiplicand& a, const Multiplicand& b, int first_column, int columns,
+// D[o][i] = sum over k of outer[o][k] * inner[i][k] + C[o][i], for all outer rows and `count` inner rows from `first`.
+// `accumulators[o]` points to `count` 32-bit words that hold C and receive D; null: nothing is computed for that row.
+// An f16 accumulator sits in the low half of its word; the high half becomes `f16_high_half`.
+void multiply_accumulate(const Multiplicand& outer, const Multiplicand& inner, int first, int count,
                          uint32_t* const* accumulators, const Options& options, uint16_t f16_high_half = 0);
 
 // True if the vector path is used on this machine.
