@@ -175,7 +175,7 @@ def child(folder: pathlib.Path, names: list[str]):
             (folder / f"{name}.error").write_text(f"{type(error).__name__}: {error}")
             return
         partial = folder / f"{name}.tmp.npz"
-        np.savez(partial, allow_pickle=False, **results)
+        np.savez(partial, **results)  # pyright: ignore[reportArgumentType]
         partial.rename(folder / f"{name}.npz")
 
 
@@ -229,7 +229,7 @@ def record(out: pathlib.Path, names: list[str] | None, budget: float):
         description = json.loads((folder / "device.json").read_text()) if (folder / "device.json").exists() else {}
     about = {"device": description, "errors": errors}
     arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
-    np.savez_compressed(out, allow_pickle=False, **arrays)
+    np.savez_compressed(out, **arrays)  # pyright: ignore[reportArgumentType]
     seconds = time.monotonic() - start
     print(
         f"{len(todo) - len(errors)} of {len(todo)} micro kernels ran on {description}, "
