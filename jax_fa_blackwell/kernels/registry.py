@@ -100,11 +100,52 @@ KERNELS: dict[str, Kernel] = {
                 barrier_offset="int32",
             ),
         ),
+        Kernel(
+            "forward_sm100",
+            ("sm100/forward.py", "common/ptx.py"),
+            abi.parameters(
+                query_map="tensor_map",
+                key_map="tensor_map",
+                value_map="tensor_map",
+                out_map="tensor_map",
+                lse="pointer",
+                low="pointer",
+                high="pointer",
+                blocks="pointer",
+                sinks="pointer",
+                scale="float32",
+                cap="float32",
+                query_length="int32",
+                key_value_length="int32",
+                heads="int32",
+                group="int32",
+                k_slices="int32",
+                k_tail_steps="int32",
+                v_slices="int32",
+                v_tail_columns="int32",
+                v_chunks="int32",
+                chunk_slices="int32",
+                query_slices="int32",
+                slots="int32",
+                rows_form="int32",
+                mask_low="int32",
+                mask_high="int32",
+                items="int32",
+                row_groups="int32",
+                head_groups="int32",
+                group_rows="int32",
+                row_step="int32",
+                head_step="int32",
+                has_sinks="int32",
+                score_instruction="int32",
+                value_instruction="int32",
+            ),
+        ),
     )
 }
 
-DELTA_CONSUMER_WARPS = 8
-DELTA_OUTPUTS = 2
+LANES = 32
+"""Threads of a warp."""
 
 
 def _variants() -> list[KernelVariant]:
@@ -112,16 +153,35 @@ def _variants() -> list[KernelVariant]:
         KernelVariant(
             f"delta_{dtype}",
             "delta",
-            (("consumer_warps", DELTA_CONSUMER_WARPS), ("dtype", dtype), ("outputs", DELTA_OUTPUTS)),
+            (("consumer_warps", 8), ("dtype", dtype), ("outputs", 2)),
         )
         for dtype in ("bfloat16", "float16")
     ]
-    return delta
+    forward = [
+        KernelVariant(
+            forward_name(dtype, query_tiles, soft_cap),
+            "forward_sm100",
+            (("dtype", dtype), ("query_tiles", query_tiles), ("soft_cap", soft_cap)),
+            ("sm_100a", "sm_103a"),
+        )
+        for dtype in ("bfloat16", "float16")
+        for query_tiles in (1, 2)
+        for soft_cap in (False, True)
+    ]
+    return delta + forward
+
+
+def forward_name(dtype: str, query_tiles: int, soft_cap: bool) -> str:
+    """Name of a variant of the Blackwell forward kernel."""
+    return f"forward_sm100_{dtype}_{query_tiles}tile" + ("_cap" if soft_cap else "")
 
 
 VARIANTS: dict[str, KernelVariant] = {variant.name: variant for variant in _variants()}
 
-SETS: dict[str, tuple[str, ...]] = {"core": tuple(VARIANTS)}
+SETS: dict[str, tuple[str, ...]] = {
+    "core": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "delta"),
+    "forward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "forward_sm100"),
+}
 """Named lists of variants; "core" is what the wheel carries."""
 
 

@@ -1,0 +1,234 @@
+"""PTX instructions that the kernels use, one function each; names follow the PTX ISA.
+
+Addresses are 32-bit integers: shared memory in the ``.shared`` window, Tensor Memory as lane << 16 | column.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm, nvvm
+from cutlass.cute.arch import inline_ptx
+
+
+def _list(prefix: str, count: int, start: int = 0) -> str:
+    return ", ".join(f"{{${prefix}{start + i}}}" for i in range(count))
+
+
+# --- mbarrier -------------------------------------------------------------------------------------------------------
+
+
+def mbarrier_init(barrier: Int32, count: int):
+    """Makes the barrier ready for ``count`` arrivals a phase."""
+    inline_ptx("mbarrier.init.shared.b64 [{$r0}], {$r1};", read_only_args=[barrier, Int32(count)])
+
+
+def mbarrier_arrive(barrier: Int32):
+    """Arrives once, release.cta."""
+    inline_ptx("mbarrier.arrive.shared.b64 _, [{$r0}];", read_only_args=[barrier])
+
+
+def mbarrier_arrive_expect_tx(barrier: Int32, size: Int32):
+    """Arrives once and expects ``size`` more bytes in this phase."""
+    inline_ptx("mbarrier.arrive.expect_tx.shared.b64 _, [{$r0}], {$r1};", read_only_args=[barrier, Int32(size)])
+
+
+def mbarrier_wait(barrier: Int32, phase: Int32):
+    """Waits until the phase of this parity has completed."""
+    cute.arch.mbarrier_wait(cute.make_ptr(Int64, barrier, cute.AddressSpace.smem, assumed_align=8), phase)
+
+
+# --- TMA ------------------------------------------------------------------------------------------------------------
+
+
+def prefetch_tensor_map(tensor_map: Int64):
+    """Brings a tensor map into the descriptor cache."""
+    inline_ptx("prefetch.tensormap [{$r0}];", read_only_args=[tensor_map])
+
+
+def tma_load(rank: int, destination: Int32, tensor_map: Int64, coordinates, barrier: Int32):
+    """Loads one box to shared memory; the barrier counts its bytes. Coordinates run from the innermost dimension."""
+    inline_ptx(
+        f"cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+        f"[{{$r0}}], [{{$r1}}, {{{_list('r', rank, 3)}}}], [{{$r2}}];",
+        read_only_args=[destination, tensor_map, barrier, *[Int32(c) for c in coordinates]],
+    )
+
+
+def tma_store(rank: int, source: Int32, tensor_map: Int64, coordinates):
+    """Stores one box from shared memory; part of the thread's current bulk group."""
+    inline_ptx(
+        f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group "
+        f"[{{$r1}}, {{{_list('r', rank, 2)}}}], [{{$r0}}];",
+        read_only_args=[source, tensor_map, *[Int32(c) for c in coordinates]],
+    )
+
+
+def bulk_commit_group():
+    """Closes the thread's current bulk group."""
+    inline_ptx("cp.async.bulk.commit_group;")
+
+
+def bulk_wait_group_read(pending: int = 0):
+    """Waits until at most ``pending`` groups still read their shared memory."""
+    inline_ptx(f"cp.async.bulk.wait_group.read {pending};")
+
+
+def bulk_wait_group(pending: int = 0):
+    """Waits until at most ``pending`` groups are not yet written."""
+    inline_ptx(f"cp.async.bulk.wait_group {pending};")
+
+
+def fence_proxy_async_shared():
+    """Orders this thread's generic accesses to shared memory before later ones of the async proxy."""
+    inline_ptx("fence.proxy.async.shared::cta;")
+
+
+# --- Tensor Memory and tcgen05 --------------------------------------------------------------------------------------
+
+
+def tcgen05_alloc(address: Int32, columns: int):
+    """Allocates columns (a power of two, at least 32); the base address is written to shared memory at ``address``."""
+    inline_ptx(
+        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {columns};", read_only_args=[address]
+    )
+
+
+def tcgen05_relinquish_alloc_permit():
+    """Gives up the right to allocate, so that another block on this SM may."""
+    inline_ptx("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;")
+
+
+def tcgen05_dealloc(tmem: Int32, columns: int):
+    """Frees what ``tcgen05_alloc`` gave."""
+    inline_ptx(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {columns};", read_only_args=[tmem])
+
+
+def tcgen05_fence_before():
+    """Orders this thread's earlier tcgen05 operations before the synchronisation that follows."""
+    inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def tcgen05_fence_after():
+    """Orders the tcgen05 operations that follow after the synchronisation before."""
+    inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+def tcgen05_commit(barrier: Int32):
+    """Arrives once at the barrier when all earlier mma, cp and shift of this thread have completed."""
+    inline_ptx(
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];", read_only_args=[barrier]
+    )
+
+
+def _tensor_memory(address: Int32):
+    """A pointer to Tensor Memory (LLVM address space 6)."""
+    return llvm.inttoptr(llvm.PointerType.get(6), Int32(address).ir_value())
+
+
+def _tcgen05_mma(accumulator: Int32, a, b: Int64, instruction: Int32, accumulate):
+    # Callers elect a thread inside the innermost loop: compilers up to 4.8.1 crash where the election is outside.
+    nvvm.tcgen05_mma(
+        nvvm.Tcgen05MMAKind.F16,
+        nvvm.CTAGroupKind.CTA_1,
+        _tensor_memory(accumulator),
+        a,
+        Int64(b).ir_value(),
+        Int32(instruction).ir_value(),
+        Boolean(accumulate).ir_value(),
+    )
+
+
+def tcgen05_mma_ss(accumulator: Int32, a: Int64, b: Int64, instruction: Int32, accumulate):
+    """D (+)= A B with both operands in shared memory, kind f16."""
+    _tcgen05_mma(accumulator, Int64(a).ir_value(), b, instruction, accumulate)
+
+
+def tcgen05_mma_ts(accumulator: Int32, a: Int32, b: Int64, instruction: Int32, accumulate):
+    """D (+)= A B with A in Tensor Memory, kind f16."""
+    _tcgen05_mma(accumulator, _tensor_memory(a), b, instruction, accumulate)
+
+
+def tcgen05_ld(tmem: Int32, columns: int) -> list[Float32]:
+    """Loads ``columns`` columns of the thread's lane, complete when it returns; at most 32 registers a load."""
+    step = min(columns, 32)
+    loads = "".join(
+        f"tcgen05.ld.sync.aligned.32x32b.x{step}.b32 {{{_list('w', step, start)}}}, [{{$r{start // step}}}]; "
+        for start in range(0, columns, step)
+    )
+    values = inline_ptx(
+        loads + "tcgen05.wait::ld.sync.aligned;",
+        write_only_types=[Float32] * columns,
+        read_only_args=[tmem + start for start in range(0, columns, step)],
+    )
+    return list(values) if columns > 1 else [values]
+
+
+def tcgen05_st(tmem: Int32, values):
+    """Stores registers to as many columns of the thread's lane (a power of two, at most 32); not awaited."""
+    count = len(values)
+    inline_ptx(
+        f"tcgen05.st.sync.aligned.32x32b.x{count}.b32 [{{$r0}}], {{{_list('r', count, 1)}}};",
+        read_only_args=[tmem, *values],
+    )
+
+
+def tcgen05_wait_st():
+    """Waits for this thread's earlier stores to Tensor Memory."""
+    inline_ptx("tcgen05.wait::st.sync.aligned;")
+
+
+# --- Arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def ex2(x: Float32) -> Float32:
+    """2**x, at most 2 ulp, subnormals flushed."""
+    return inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def lg2(x: Float32) -> Float32:
+    """Binary logarithm; 0 gives -inf."""
+    return inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def rcp(x: Float32) -> Float32:
+    """1/x; 0 gives inf."""
+    return inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def pack(kind: str, low: Float32, high: Float32) -> Uint32:
+    """Two floats as one register of ``kind`` ("bf16" or "f16"), rounded to nearest even; ``low`` in the low half."""
+    return inline_ptx(
+        f"cvt.rn.{kind}x2.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
+    )
+
+
+def st_shared_v4(address: Int32, values):
+    """Stores 16 bytes."""
+    inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def st_shared_b32(address: Int32, value):
+    """Stores 4 bytes."""
+    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def ld_shared_b32(address: Int32) -> Int32:
+    """Loads 4 bytes."""
+    return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def ld_shared_f32(address: Int32) -> Float32:
+    """Loads a float."""
+    return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def tanh(x: Float32) -> Float32:
+    """Hyperbolic tangent, relative error at most 2**-11."""
+    return inline_ptx("tanh.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """A * b + c, rounded once."""
+    return inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])

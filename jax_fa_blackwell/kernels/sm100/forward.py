@@ -1,0 +1,636 @@
+"""Forward attention for sm_100a and sm_103a: O [B, T, N, Hv] and LSE [B, T, N] from query, key and value.
+
+One persistent block of 16 warps walks the work items with the grid's stride. An item is one or two tiles of 128 query
+rows, a part of the value head dim, and the KV blocks of 128 keys that its rows see. All sizes are run-time
+parameters from the launch plan (``plan/forward.py``): head dims are walked in slices of 64 (the 128-byte swizzle row),
+so that one cubin serves every head dim.
+
+Roles: softmax warps 0-3 (tile 0) and 4-7 (tile 1), one thread a row; correction and epilogue 8-11; MMA 12; load 13.
+With two tiles the MMA warp works on one tile while softmax works on the other; with one tile, score tiles alternate
+between two buffers and the next scores are issued before the softmax of the present ones is awaited.
+
+The running maximum may lag by RESCALE_THRESHOLD in log2 units, so that the accumulator is seldom rescaled
+(FlashAttention-4, conditional rescaling).
+
+Barriers; t is a tile, u a score buffer (u = t with two tiles, else the block number mod 2), k the number of times the
+role has waited on it (parity k mod 2 unless stated):
+
+    barrier        count  arrives                                waits                   phase
+    q_full[t]      1+tx   load, expecting the tile's slices      MMA                     an item with keys
+    q_empty[t]     1      correction, when the staged output     load                    an item; parity (k+1) mod 2
+                          has been read by the store
+    s_full[u]      1      tcgen05.commit after S = Q K^T         softmax                 a use of u
+    p_full[u]      4      each softmax warp, P stored            MMA                     a use of u
+    stat_full[t]   4      each softmax warp: block's rescale     correction              a block but the first,
+                          factor; at the end sum and maximum                             and the end
+    stat_empty[t]  4      each correction warp, value read       softmax                 parity (k+1) mod 2
+    o_full[t]      1      tcgen05.commit after O += P V          correction              a block
+    o_ready[t]     4      each correction warp: O rescaled, or   MMA                     a block; parity (k+1) mod 2
+                          read at the item's end
+    ring_full[s]   1+tx   load, expecting one slice              MMA                     a use of slot s
+    ring_empty[s]  1      tcgen05.commit after its last reader   load                    parity (k+1) mod 2
+    bar 1          128    correction warps, output staged        same                    a tile
+
+Order of ring slices, the same for load and MMA: K_0, then for each block j with two tiles V_j, K_{j+1}; with one tile
+K_{j+1}, V_j. With two tiles V_j and K_{j+1} are held together until the second tile has used them, so the ring has at
+least as many slots as both have slices; a smaller ring would deadlock.
+"""
+
+# The DSL is found through a .pth file and rewrites what it decorates: neither is visible to a type checker.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+import dataclasses
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, GridConstant, Int32, Int64
+from cutlass.cute.runtime import make_ptr
+from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
+
+from jax_fa_blackwell.kernels import registry
+from jax_fa_blackwell.kernels.common import ptx
+
+ROWS = 128  # query rows of a tile: the lanes of Tensor Memory
+KEYS = 128  # keys of a KV block
+SLICE = 64  # head dims of a slice: one 128-byte swizzle row of 16-bit elements
+SLICE_BYTES = ROWS * SLICE * 2
+MAX_SLOTS = 12
+TENSOR_MEMORY_COLUMNS = 512
+OUTPUT_COLUMN = 256  # first column of the output accumulators; the score tiles lie below
+THREADS = 512
+SOFTMAX_WARPS, CORRECTION_WARP, MMA_WARP, LOAD_WARP = (0, 8), 8, 12, 13
+RESCALE_THRESHOLD = 8.0  # log2 units that the running maximum may lag behind
+INFINITY = float("inf")
+
+# Byte offsets in shared memory.
+BARRIERS = 0
+TMEM_ADDRESS = 512
+STATISTICS = 1024  # per tile 128 scales, then per tile 128 maxima
+QUERY = 3072
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """What is fixed when the kernel is compiled; everything else is a run-time parameter."""
+
+    dtype: str
+    query_tiles: int
+    soft_cap: bool = False
+
+    @property
+    def packed(self) -> str:
+        """The PTX name of the 16-bit type."""
+        return {"bfloat16": "bf16", "float16": "f16"}[self.dtype]
+
+
+class Smem:
+    """Addresses in shared memory from its base; barriers come in pairs, one a query tile or score buffer."""
+
+    def __init__(self, base: Int32):
+        names = ("q_full", "q_empty", "s_full", "p_full", "stat_full", "stat_empty", "o_full", "o_ready")
+        for index, name in enumerate(names):
+            setattr(self, name, base + BARRIERS + 16 * index)
+        self.ring_full = base + BARRIERS + 16 * len(names)
+        self.ring_empty = self.ring_full + 8 * MAX_SLOTS
+        self.tmem_address = base + TMEM_ADDRESS
+        self.scale = base + STATISTICS
+        self.maximum = base + STATISTICS + 8 * ROWS
+        self.query = base + QUERY
+
+
+class Params:
+    """The kernel's scalar parameters by name."""
+
+    NAMES = tuple(p.name for p in registry.KERNELS["forward_sm100"].parameters if p.kind == "int32")
+
+    def __init__(self, scalars, scale, cap):
+        for name, value in zip(self.NAMES, scalars, strict=True):
+            setattr(self, name, value)
+        self.scale = scale
+        self.cap = cap
+
+
+def matrix_descriptor(address: Int32) -> Int64:
+    """Shared-memory matrix descriptor: 128-byte swizzle, 1024 bytes between groups of eight rows."""
+    fixed = (1 << 16) | (64 << 32) | (1 << 46) | (2 << 61)
+    fixed = fixed - (1 << 64) if fixed >= 1 << 63 else fixed
+    return Int64(fixed) | Int64((address >> 4) & 0x3FFF)
+
+
+def advance(slot: Int32, phase: Int32, slots: Int32):
+    """The next ring slot and its phase."""
+    wrapped = Int32(slot + 1 == slots)
+    return (slot + 1) * (1 - wrapped), phase ^ wrapped
+
+
+class ForwardKernel:
+    """One persistent block of 16 warps; softmax 0-3 and 4-7, correction 8-11, MMA 12, load 13."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+
+    @cute.jit
+    def work(self, p, tile_blocks: cute.Pointer, item: Int32):
+        """(batch, first head, first row, first value slice, first KV block, count of KV blocks) of a work item.
+
+        Items with the most rows before them, the heaviest under a causal mask, come first.
+        """
+        columns = p.items // p.row_groups
+        row_group = p.row_groups - 1 - item // columns
+        rest = item % columns
+        first_slice = (rest % p.v_chunks) * p.chunk_slices
+        rest = rest // p.v_chunks
+        batch = rest // p.head_groups
+        head = (rest % p.head_groups) * (1 + p.head_step * (self.config.query_tiles - 1))
+        row = row_group * p.group_rows
+        last = cutlass.min(row + p.group_rows, p.query_length) - 1
+        first_block = cutlass.max(row + p.mask_low, 0) // KEYS
+        end_block = (cutlass.min(last + p.mask_high, p.key_value_length) + KEYS - 1) // KEYS
+        if p.rows_form != 0:
+            bounds = cute.make_tensor(tile_blocks, cute.make_layout(1 << 30))
+            at = (batch * p.row_groups + row_group) * 2
+            first_block = bounds[at]
+            end_block = bounds[at + 1]
+        return batch, head, row, first_slice, first_block, cutlass.max(end_block - first_block, 0)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: GridConstant[TensorMap],
+        k_map: GridConstant[TensorMap],
+        v_map: GridConstant[TensorMap],
+        o_map: GridConstant[TensorMap],
+        lse: cute.Pointer,
+        row_low: cute.Pointer,
+        row_high: cute.Pointer,
+        tile_blocks: cute.Pointer,
+        sinks: cute.Pointer,
+        scale: Float32,
+        cap: Float32,
+        scalars: tuple,
+    ):
+        """The entry: sets up barriers and Tensor Memory, then each warp takes its role."""
+        p = Params(scalars, scale, cap)
+        smem = Smem(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()))
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            self.init_barriers(smem)
+        if warp == MMA_WARP:
+            ptx.tcgen05_alloc(smem.tmem_address, TENSOR_MEMORY_COLUMNS)
+            ptx.tcgen05_relinquish_alloc_permit()
+        ptx.tcgen05_fence_before()
+        cute.arch.sync_threads()
+        ptx.tcgen05_fence_after()
+        tmem = ptx.ld_shared_b32(smem.tmem_address)
+
+        softmax_warps = 4 * self.config.query_tiles
+        if warp < softmax_warps:
+            cute.arch.setmaxregister_increase(192)
+            self.softmax(p, smem, tmem, tile_blocks, row_low, row_high)
+        if warp >= CORRECTION_WARP and warp < MMA_WARP:
+            cute.arch.setmaxregister_decrease(96)
+            self.correction(p, smem, tmem, tile_blocks, lse, sinks, o_map.get_ptr().toint())
+        if warp >= MMA_WARP:
+            cute.arch.setmaxregister_decrease(32)
+            if warp == MMA_WARP:
+                self.mma(p, smem, tmem, tile_blocks)
+            if warp == LOAD_WARP:
+                with cute.arch.elect_one():
+                    maps = (q_map.get_ptr().toint(), k_map.get_ptr().toint(), v_map.get_ptr().toint())
+                    self.load(p, smem, tile_blocks, *maps)
+
+        cute.arch.sync_threads()
+        if warp == MMA_WARP:
+            ptx.tcgen05_dealloc(tmem, TENSOR_MEMORY_COLUMNS)
+
+    @cute.jit
+    def init_barriers(self, smem):
+        """Barrier counts as in the module's table."""
+        for tile in cutlass.range_constexpr(2):
+            for first in (smem.q_full, smem.q_empty, smem.s_full, smem.o_full):
+                ptx.mbarrier_init(first + 8 * tile, 1)
+            for first in (smem.p_full, smem.stat_full, smem.stat_empty, smem.o_ready):
+                ptx.mbarrier_init(first + 8 * tile, 4)
+        for slot in cutlass.range_constexpr(MAX_SLOTS):
+            ptx.mbarrier_init(smem.ring_full + 8 * slot, 1)
+            ptx.mbarrier_init(smem.ring_empty + 8 * slot, 1)
+        cute.arch.mbarrier_init_fence()
+
+    # --- load ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, p, smem, tile_blocks: cute.Pointer, q_map: Int64, k_map: Int64, v_map: Int64):
+        """Load warp, one thread: query tiles, then slices of keys and values in the order that the MMA warp reads them."""
+        tiles = self.config.query_tiles
+        ring = smem.query + tiles * p.query_slices * SLICE_BYTES
+        slot, phase, item_phase = Int32(0), Int32(0), Int32(0)
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        for item in cutlass.range(block, p.items, blocks, unroll=1):
+            batch, head, row, first_slice, first_block, count = self.work(p, tile_blocks, item)
+            kv_head = head // p.group
+            v_slices = cutlass.min(p.chunk_slices, p.v_slices - first_slice)
+            for tile in cutlass.range_constexpr(tiles):
+                ptx.mbarrier_wait(smem.q_empty + 8 * tile, item_phase ^ 1)
+                if count > 0:
+                    barrier = smem.q_full + 8 * tile
+                    ptx.mbarrier_arrive_expect_tx(barrier, p.k_slices * SLICE_BYTES)
+                    for index in cutlass.range(p.k_slices, unroll=1):
+                        destination = smem.query + (tile * p.query_slices + index) * SLICE_BYTES
+                        where = (index * SLICE, row + tile * p.row_step, head + tile * p.head_step, batch)
+                        ptx.tma_load(4, destination, q_map, where, barrier)
+            if count > 0:
+                slot, phase = self.load_slices(
+                    p, smem, ring, slot, phase, k_map, 0, p.k_slices, first_block, kv_head, batch
+                )
+            for index in cutlass.range(count, unroll=1):
+                key_block = first_block + index
+                if cutlass.const_expr(tiles == 1):
+                    if index + 1 < count:
+                        slot, phase = self.load_slices(
+                            p, smem, ring, slot, phase, k_map, 0, p.k_slices, key_block + 1, kv_head, batch
+                        )
+                slot, phase = self.load_slices(
+                    p, smem, ring, slot, phase, v_map, first_slice, v_slices, key_block, kv_head, batch
+                )
+                if cutlass.const_expr(tiles == 2):
+                    if index + 1 < count:
+                        slot, phase = self.load_slices(
+                            p, smem, ring, slot, phase, k_map, 0, p.k_slices, key_block + 1, kv_head, batch
+                        )
+            item_phase = item_phase ^ 1
+
+    @cute.jit
+    def load_slices(self, p, smem, ring, slot, phase, tensor_map, first, slices, key_block, kv_head, batch):
+        """Loads the slices of one KV block into the ring; returns the next slot and phase."""
+        for index in cutlass.range(slices, unroll=1):
+            ptx.mbarrier_wait(smem.ring_empty + 8 * slot, phase ^ 1)
+            barrier = smem.ring_full + 8 * slot
+            ptx.mbarrier_arrive_expect_tx(barrier, SLICE_BYTES)
+            where = ((first + index) * SLICE, key_block * KEYS, kv_head, batch)
+            ptx.tma_load(4, ring + slot * SLICE_BYTES, tensor_map, where, barrier)
+            slot, phase = advance(slot, phase, p.slots)
+        return slot, phase
+
+    # --- MMA ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def mma(self, p, smem, tmem: Int32, tile_blocks: cute.Pointer):
+        """MMA warp: scores of the next block before the values of the present one; elects a thread for each group."""
+        tiles = self.config.query_tiles
+        ring = smem.query + tiles * p.query_slices * SLICE_BYTES
+        slot, phase, q_phase = Int32(0), Int32(0), Int32(0)
+        score = Int32(0)  # number of the next P to consume: its buffer and phase
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        for item in cutlass.range(block, p.items, blocks, unroll=1):
+            _, _, _, first_slice, _, count = self.work(p, tile_blocks, item)
+            v_slices = cutlass.min(p.chunk_slices, p.v_slices - first_slice)
+            if count > 0:
+                for tile in cutlass.range_constexpr(tiles):
+                    ptx.mbarrier_wait(smem.q_full + 8 * tile, q_phase)
+                q_phase = q_phase ^ 1
+                for tile in cutlass.range_constexpr(tiles):
+                    buffer = tile if tiles == 2 else score % 2
+                    self.scores(p, smem, ring, tmem + buffer * KEYS, tile, slot, phase, tile == tiles - 1)
+                    with cute.arch.elect_one():
+                        ptx.tcgen05_commit(smem.s_full + 8 * buffer)
+                slot, phase = self.skip(p, slot, phase, p.k_slices)
+            for index in cutlass.range(count, unroll=1):
+                if cutlass.const_expr(tiles == 2):
+                    next_slot, next_phase = self.skip(p, slot, phase, v_slices)
+                    for tile in cutlass.range_constexpr(2):
+                        ptx.mbarrier_wait(smem.p_full + 8 * tile, score & 1)
+                        ptx.mbarrier_wait(smem.o_ready + 8 * tile, (score & 1) ^ 1)
+                        ptx.tcgen05_fence_after()
+                        output = tmem + OUTPUT_COLUMN + tile * 128
+                        self.values(
+                            p, smem, ring, output, tmem + tile * KEYS, index, first_slice, slot, phase, tile == 1
+                        )
+                        with cute.arch.elect_one():
+                            ptx.tcgen05_commit(smem.o_full + 8 * tile)
+                        if index + 1 < count:
+                            self.scores(p, smem, ring, tmem + tile * KEYS, tile, next_slot, next_phase, tile == 1)
+                            with cute.arch.elect_one():
+                                ptx.tcgen05_commit(smem.s_full + 8 * tile)
+                    slot, phase = next_slot, next_phase
+                    if index + 1 < count:
+                        slot, phase = self.skip(p, slot, phase, p.k_slices)
+                else:
+                    if index + 1 < count:
+                        following = (score + 1) % 2
+                        self.scores(p, smem, ring, tmem + following * KEYS, 0, slot, phase, True)
+                        with cute.arch.elect_one():
+                            ptx.tcgen05_commit(smem.s_full + 8 * following)
+                        slot, phase = self.skip(p, slot, phase, p.k_slices)
+                    buffer = score % 2
+                    ptx.mbarrier_wait(smem.p_full + 8 * buffer, (score // 2) & 1)
+                    ptx.mbarrier_wait(smem.o_ready, (score & 1) ^ 1)
+                    ptx.tcgen05_fence_after()
+                    self.values(
+                        p, smem, ring, tmem + OUTPUT_COLUMN, tmem + buffer * KEYS, index, first_slice, slot, phase, True
+                    )
+                    with cute.arch.elect_one():
+                        ptx.tcgen05_commit(smem.o_full)
+                    slot, phase = self.skip(p, slot, phase, v_slices)
+                score = score + 1
+
+    @cute.jit
+    def skip(self, p, slot, phase, slices):
+        """The ring position ``slices`` further on; there are more slots than slices of one operand."""
+        moved = slot + slices
+        wrapped = Int32(moved >= p.slots)
+        return moved - wrapped * p.slots, phase ^ wrapped
+
+    @cute.jit
+    def scores(self, p, smem, ring, accumulator, tile: cutlass.Constexpr, slot, phase, release: cutlass.Constexpr):
+        """S = Q K^T, one slice of the head dim after the other."""
+        for index in cutlass.range(p.k_slices, unroll=1):
+            ptx.mbarrier_wait(smem.ring_full + 8 * slot, phase)
+            ptx.tcgen05_fence_after()
+            q = matrix_descriptor(smem.query + (tile * p.query_slices + index) * SLICE_BYTES)
+            k = matrix_descriptor(ring + slot * SLICE_BYTES)
+            steps = Int32(SLICE // 16)
+            if index + 1 == p.k_slices:
+                steps = p.k_tail_steps
+            with cute.arch.elect_one():
+                for step in cutlass.range_constexpr(SLICE // 16):
+                    if step < steps:
+                        # 16 elements of 2 bytes, in units of 16 bytes.
+                        ptx.tcgen05_mma_ss(
+                            accumulator, q + 2 * step, k + 2 * step, p.score_instruction, index + step > 0
+                        )
+                if cutlass.const_expr(release):
+                    ptx.tcgen05_commit(smem.ring_empty + 8 * slot)
+            slot, phase = advance(slot, phase, p.slots)
+
+    @cute.jit
+    def values(
+        self,
+        p,
+        smem,
+        ring,
+        accumulator,
+        probabilities,
+        block_index,
+        first_slice,
+        slot,
+        phase,
+        release: cutlass.Constexpr,
+    ):
+        """O (+)= P V, one slice of the value head dim after the other."""
+        for index in cutlass.range(cutlass.min(p.chunk_slices, p.v_slices - first_slice), unroll=1):
+            ptx.mbarrier_wait(smem.ring_full + 8 * slot, phase)
+            ptx.tcgen05_fence_after()
+            v = matrix_descriptor(ring + slot * SLICE_BYTES)
+            columns = Int32(SLICE)
+            if first_slice + index + 1 == p.v_slices:
+                columns = p.v_tail_columns
+            instruction = p.value_instruction | ((columns >> 3) << 17)
+            with cute.arch.elect_one():
+                for step in cutlass.range_constexpr(KEYS // 16):
+                    # 16 keys: 8 columns of P; two groups of eight rows of V.
+                    ptx.tcgen05_mma_ts(
+                        accumulator + index * SLICE,
+                        probabilities + 8 * step,
+                        v + step * 128,
+                        instruction,
+                        block_index + step > 0,
+                    )
+                if cutlass.const_expr(release):
+                    ptx.tcgen05_commit(smem.ring_empty + 8 * slot)
+            slot, phase = advance(slot, phase, p.slots)
+
+    # --- softmax ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def softmax(self, p, smem, tmem, tile_blocks: cute.Pointer, row_low: cute.Pointer, row_high: cute.Pointer):
+        """Softmax warps, one thread a row: reads S, writes P over it, publishes rescale factors and the row's sums."""
+        tiles = self.config.query_tiles
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile = warp // 4
+        lane_row = (warp % 4) * 32 + cute.arch.lane_idx()
+        lanes = (warp % 4) << 21
+        score, stat_phase = Int32(0), Int32(1)
+        statistic = smem.scale + (tile * ROWS + lane_row) * 4
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        for item in cutlass.range(block, p.items, blocks, unroll=1):
+            batch, _, first_row, _, first_block, count = self.work(p, tile_blocks, item)
+            row = first_row + tile * p.row_step + lane_row
+            low, high = self.interval(p, batch, row, row_low, row_high)
+            maximum, total = Float32(-INFINITY), Float32(0.0)
+            for index in cutlass.range(count, unroll=1):
+                buffer = tile if tiles == 2 else score % 2
+                phase = score & 1 if tiles == 2 else (score // 2) & 1
+                ptx.mbarrier_wait(smem.s_full + 8 * buffer, phase)
+                ptx.tcgen05_fence_after()
+                address = tmem + buffer * KEYS + lanes
+                s = cute.make_rmem_tensor(cute.make_layout(KEYS), Float32)
+                for column, value in enumerate(ptx.tcgen05_ld(address, KEYS)):
+                    s[column] = value
+                if cutlass.const_expr(self.config.soft_cap):
+                    for column in cutlass.range_constexpr(KEYS):
+                        s[column] = ptx.tanh(s[column] * p.cap)
+                first_key = (first_block + index) * KEYS
+                if cute.arch.vote_all_sync((low <= first_key) & (first_key + KEYS <= high)) == False:  # noqa: E712
+                    for column in cutlass.range_constexpr(KEYS):
+                        if (column < low - first_key) | (column >= high - first_key):
+                            s[column] = Float32(-INFINITY)
+
+                previous = maximum
+                maximum = self.row_maximum(s, previous)
+                if (maximum - previous) * p.scale <= RESCALE_THRESHOLD:
+                    maximum = previous
+                rescale = ptx.ex2((previous - maximum) * p.scale)
+                shift = maximum * p.scale
+                if maximum == -INFINITY:
+                    rescale, shift = Float32(1.0), Float32(0.0)
+                if index > 0:
+                    ptx.mbarrier_wait(smem.stat_empty + 8 * tile, stat_phase)
+                    ptx.st_shared_b32(statistic, rescale)
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        ptx.mbarrier_arrive(smem.stat_full + 8 * tile)
+                    stat_phase = stat_phase ^ 1
+
+                block_total = Float32(0.0)
+                for column in cutlass.range_constexpr(KEYS):
+                    s[column] = ptx.ex2(ptx.fma(s[column], p.scale, -shift))
+                    block_total = block_total + s[column]
+                total = total * rescale + block_total
+                for part in cutlass.range_constexpr(KEYS // 64):
+                    packed = [
+                        ptx.pack(self.config.packed, s[64 * part + 2 * i], s[64 * part + 2 * i + 1]) for i in range(32)
+                    ]
+                    ptx.tcgen05_st(address + 32 * part, packed)
+                ptx.tcgen05_wait_st()
+                ptx.tcgen05_fence_before()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    ptx.mbarrier_arrive(smem.p_full + 8 * buffer)
+                score = score + 1
+
+            ptx.mbarrier_wait(smem.stat_empty + 8 * tile, stat_phase)
+            stat_phase = stat_phase ^ 1
+            ptx.st_shared_b32(statistic, total)
+            ptx.st_shared_b32(statistic + (smem.maximum - smem.scale), maximum)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                ptx.mbarrier_arrive(smem.stat_full + 8 * tile)
+
+    @cute.jit
+    def interval(self, p, batch, row, row_low: cute.Pointer, row_high: cute.Pointer):
+        """Keys low <= j < high that this thread's row sees."""
+        low = cutlass.max(row + p.mask_low, 0)
+        high = cutlass.min(row + p.mask_high, p.key_value_length)
+        if row >= p.query_length:
+            high = Int32(0)
+        else:
+            if p.rows_form != 0:
+                at = batch * p.query_length + row
+                low = cute.make_tensor(row_low, cute.make_layout(1 << 30))[at]
+                high = cute.make_tensor(row_high, cute.make_layout(1 << 30))[at]
+        return low, high
+
+    @cute.jit
+    def row_maximum(self, s, start):
+        """Maximum of ``start`` and the row, in four chains."""
+        parts = [start, Float32(-INFINITY), Float32(-INFINITY), Float32(-INFINITY)]
+        for column in cutlass.range_constexpr(KEYS):
+            parts[column % 4] = cute.arch.fmax(parts[column % 4], s[column])
+        return cute.arch.fmax(cute.arch.fmax(parts[0], parts[1]), cute.arch.fmax(parts[2], parts[3]))
+
+    # --- correction and epilogue --------------------------------------------------------------------------------
+
+    @cute.jit
+    def correction(
+        self, p, smem, tmem, tile_blocks: cute.Pointer, lse: cute.Pointer, sinks: cute.Pointer, o_map: Int64
+    ):
+        """Correction warps, one thread a row: rescales O when the running maximum rose, then writes O and LSE."""
+        tiles = self.config.query_tiles
+        lane_row = (cute.arch.warp_idx() % 4) * 32 + cute.arch.lane_idx()
+        lanes = cute.arch.make_warp_uniform((cute.arch.warp_idx() % 4) << 21)
+        stat_phase, o_phase = Int32(0), Int32(0)
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        for item in cutlass.range(block, p.items, blocks, unroll=1):
+            batch, head, first_row, first_slice, _, count = self.work(p, tile_blocks, item)
+            v_slices = cutlass.min(p.chunk_slices, p.v_slices - first_slice)
+            chunks = v_slices * 2
+            if first_slice + v_slices == p.v_slices:
+                chunks = (v_slices * SLICE - SLICE + p.v_tail_columns + 31) // 32
+            for _ in cutlass.range(1, count, unroll=1):
+                for tile in cutlass.range_constexpr(tiles):
+                    statistic = smem.scale + (tile * ROWS + lane_row) * 4
+                    ptx.mbarrier_wait(smem.stat_full + 8 * tile, stat_phase)
+                    rescale = ptx.ld_shared_f32(statistic)
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        ptx.mbarrier_arrive(smem.stat_empty + 8 * tile)
+                    ptx.mbarrier_wait(smem.o_full + 8 * tile, o_phase)
+                    ptx.tcgen05_fence_after()
+                    if cute.arch.vote_any_sync(rescale < 1.0):
+                        for chunk in cutlass.range(chunks, unroll=1):
+                            address = tmem + OUTPUT_COLUMN + tile * 128 + lanes + chunk * 32
+                            ptx.tcgen05_st(address, [o * rescale for o in ptx.tcgen05_ld(address, 32)])
+                        ptx.tcgen05_wait_st()
+                    ptx.tcgen05_fence_before()
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        ptx.mbarrier_arrive(smem.o_ready + 8 * tile)
+                stat_phase = stat_phase ^ 1
+                o_phase = o_phase ^ 1
+            for tile in cutlass.range_constexpr(tiles):
+                statistic = smem.scale + (tile * ROWS + lane_row) * 4
+                ptx.mbarrier_wait(smem.stat_full + 8 * tile, stat_phase)
+                total = ptx.ld_shared_f32(statistic)
+                maximum = ptx.ld_shared_f32(statistic + (smem.maximum - smem.scale))
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    ptx.mbarrier_arrive(smem.stat_empty + 8 * tile)
+                row, tile_head = first_row + tile * p.row_step, head + tile * p.head_step
+                factor = self.finish(p, lse, sinks, total, maximum, batch, row + lane_row, tile_head, first_slice)
+                staging = smem.query + tile * p.query_slices * SLICE_BYTES
+                if count > 0:
+                    ptx.mbarrier_wait(smem.o_full + 8 * tile, o_phase)
+                    ptx.tcgen05_fence_after()
+                    for chunk in cutlass.range(chunks, unroll=1):
+                        address = tmem + OUTPUT_COLUMN + tile * 128 + lanes + chunk * 32
+                        self.stage(staging, lane_row, chunk, ptx.tcgen05_ld(address, 32), factor)
+                    ptx.tcgen05_fence_before()
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        ptx.mbarrier_arrive(smem.o_ready + 8 * tile)
+                else:
+                    for chunk in cutlass.range(chunks, unroll=1):
+                        self.stage(staging, lane_row, chunk, [Float32(0.0)] * 32, factor)
+                ptx.fence_proxy_async_shared()
+                cute.arch.barrier(barrier_id=1, number_of_threads=128)
+                if lane_row == 0:
+                    for index in cutlass.range(v_slices, unroll=1):
+                        where = ((first_slice + index) * SLICE, row, tile_head, batch)
+                        ptx.tma_store(4, staging + index * SLICE_BYTES, o_map, where)
+                    ptx.bulk_commit_group()
+                    ptx.bulk_wait_group_read()
+                    ptx.mbarrier_arrive(smem.q_empty + 8 * tile)
+            stat_phase = stat_phase ^ 1
+            if count > 0:
+                o_phase = o_phase ^ 1
+
+    @cute.jit
+    def finish(self, p, lse: cute.Pointer, sinks: cute.Pointer, total, maximum, batch, row, head, first_slice):
+        """Writes the row's log-sum-exp; returns the factor that makes the accumulator the output."""
+        top = maximum * p.scale  # log2 units
+        factor = ptx.rcp(total)
+        if p.has_sinks != 0:
+            sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[head] * 1.4426950408889634
+            new_top = cute.arch.fmax(top, sink)
+            shrink = ptx.ex2(top - new_top)
+            total = total * shrink + ptx.ex2(sink - new_top)
+            factor = shrink * ptx.rcp(total)
+            top = new_top
+        if maximum == -INFINITY:
+            factor = Float32(0.0)
+        value = (top + ptx.lg2(total)) * 0.6931471805599453
+        if total == 0.0:
+            value = Float32(-INFINITY)
+        if (row < p.query_length) & (first_slice == 0):
+            cute.make_tensor(lse, cute.make_layout(1 << 30))[(batch * p.query_length + row) * p.heads + head] = value
+        return factor
+
+    @cute.jit
+    def stage(self, staging, row, chunk, values, factor):
+        """Writes 32 output columns of a row to the swizzled staging tile."""
+        line = staging + (chunk // 2) * SLICE_BYTES + row * 128
+        for part in cutlass.range_constexpr(4):
+            packed = [
+                ptx.pack(self.config.packed, values[8 * part + 2 * i] * factor, values[8 * part + 2 * i + 1] * factor)
+                for i in range(4)
+            ]
+            column = ((chunk % 2) * 4 + part) ^ (row % 8)
+            ptx.st_shared_v4(line + column * 16, packed)
+
+
+def build(name: str, options: dict):
+    """The host function and its arguments for the DSL's compiler; the entry's symbol begins with ``name``."""
+    config = ForwardConfig(**options)
+    element = {"bfloat16": BFloat16, "float16": Float16}[config.dtype]
+    forward = ForwardKernel(config)
+    ForwardKernel.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+
+    @cute.jit
+    def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
+        maps = [
+            create_tensor_map_tiled(
+                f32.toint(), element, [n] * 4, [n] * 3, [SLICE, ROWS, 1, 1], swizzle=TensorMapSwizzle.s128b
+            )
+            for _ in range(4)
+        ]
+        forward.kernel(*maps, f32, i32, i32, i32, f32, x, x, (n,) * len(Params.NAMES)).launch(
+            grid=(n, 1, 1), block=(THREADS, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1
+        )
+
+    f32, i32 = (make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=4) for t in (Float32, Int32))
+    return host, (f32, i32, Int32(1), Float32(1.0), cuda.CUstream(0))

@@ -1,0 +1,237 @@
+"""The forward kernel's plan on Blackwell: tiles, ring, Tensor Memory and shared memory maps, and the launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jax_fa_blackwell.kernels import abi, registry
+from jax_fa_blackwell.plan import launch
+from jax_fa_blackwell.plan.spec import AttentionSpec
+from jax_fa_blackwell.plan.target import Target
+
+ROWS = 128
+KEYS = 128
+SLICE = 64
+SLICE_BYTES = ROWS * SLICE * 2
+MAX_SLOTS = 12
+HEADER_BYTES = 3072
+OUTPUT_COLUMN = 256
+CHUNK_SLICES = 4
+THREADS = 512
+UNBOUNDED = 1 << 30
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """How one call runs.
+
+    Attributes:
+      query_tiles: tiles of 128 query rows in flight: 2 in ping-pong, or 1 with two score buffers.
+      pair_heads: whether the two tiles are two heads of a group on the same rows (else two runs of rows of one head).
+      k_slices, v_slices: slices of 64 head dims of the keys and of the values.
+      value_chunks: parts of the value head dim, each computed with its scores rebuilt.
+      slots: slices in the shared-memory ring of keys and values.
+    """
+
+    spec: AttentionSpec
+    target: Target
+    query_tiles: int
+    pair_heads: bool
+    k_slices: int
+    v_slices: int
+    value_chunks: int
+    slots: int
+
+    def __post_init__(self):
+        """The legality rule: what the kernel needs to run without deadlock and within the target's memories."""
+        if self.slots < self.least_slots:
+            raise ValueError(f"forward plan has {self.slots} ring slots and needs {self.least_slots}")
+        columns = max(end for _, _, end in self.tensor_memory_map())
+        if columns > self.target.tensor_memory_columns:
+            raise ValueError(
+                f"forward plan needs {columns} Tensor Memory columns of {self.target.tensor_memory_columns}"
+            )
+        if self.shared_bytes > self.target.shared_bytes:
+            raise ValueError(f"forward plan needs {self.shared_bytes} bytes of shared memory")
+
+    @property
+    def chunk_slices(self) -> int:
+        """Value slices of a chunk; the last chunk may have fewer."""
+        return -(-self.v_slices // self.value_chunks)
+
+    @property
+    def query_slices(self) -> int:
+        """Slices of a query tile's shared memory, which the output is staged in later."""
+        return max(self.k_slices, self.chunk_slices)
+
+    @property
+    def least_slots(self) -> int:
+        """With two tiles a V block and the next K block are held together; with one, slices stream."""
+        return self.k_slices + self.chunk_slices if self.query_tiles == 2 else 2
+
+    @property
+    def group_rows(self) -> int:
+        """Query rows of a work item."""
+        return ROWS * (1 if self.pair_heads else self.query_tiles)
+
+    @property
+    def row_groups(self) -> int:
+        """Work items along the query axis."""
+        return -(-self.spec.query_length // self.group_rows)
+
+    @property
+    def head_groups(self) -> int:
+        """Work items along the head axis."""
+        return self.spec.query_heads // (2 if self.pair_heads else 1)
+
+    @property
+    def items(self) -> int:
+        """Work items in all."""
+        return self.row_groups * self.head_groups * self.spec.batch * self.value_chunks
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return HEADER_BYTES + (self.query_tiles * self.query_slices + self.slots) * SLICE_BYTES
+
+    def tensor_memory_map(self) -> list[tuple[str, int, int]]:
+        """(name, first column, end column) of each accumulator; P lies in the first half of its score tile."""
+        out = [("S/P 0", 0, KEYS), ("S/P 1", KEYS, 2 * KEYS)]
+        width = min(self.chunk_slices * SLICE, _up(self.spec.value_head_dim, 32))
+        for tile in range(self.query_tiles):
+            out.append((f"O {tile}", OUTPUT_COLUMN + 128 * tile, OUTPUT_COLUMN + 128 * tile + width))
+        return out
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def supports(spec: AttentionSpec, target: Target) -> str | None:
+    """None if the kernel runs the call's forward, else the limit."""
+    if target.tensor_memory_columns == 0:
+        return f"{target.arch} has no Tensor Memory"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"dtype must be bfloat16 or float16; got {spec.dtype}"
+    for name in ("head_dim", "value_head_dim"):
+        dim = getattr(spec, name)
+        if dim % 8 or not 8 <= dim <= 512:
+            return f"{name} must be a multiple of 8 from 8 to 512; got {dim}"
+    if spec.bias_shape is not None or spec.mask_shape is not None:
+        return "bias and mask arrays are not taken"
+    if spec.scale == 0 or not math.isfinite(spec.scale):
+        return f"scale must be finite and not zero; got {spec.scale}"
+    return None
+
+
+def plan_forward(spec: AttentionSpec, target: Target) -> ForwardPlan:
+    """Chooses tiles, chunks and the ring; ValueError where ``supports`` names a limit."""
+    limit = supports(spec, target)
+    if limit is not None:
+        raise ValueError(f"no forward plan: {limit}")
+    k_slices, v_slices = -(-spec.head_dim // SLICE), -(-spec.value_head_dim // SLICE)
+    value_chunks = -(-v_slices // CHUNK_SLICES)
+    budget = (target.shared_bytes - HEADER_BYTES) // SLICE_BYTES
+
+    def attempt(query_tiles: int) -> ForwardPlan:
+        query_slices = max(k_slices, -(-v_slices // value_chunks))
+        slots = min(budget - query_tiles * query_slices, MAX_SLOTS)
+        pair = query_tiles == 2 and spec.group_size % 2 == 0
+        return ForwardPlan(spec, target, query_tiles, pair, k_slices, v_slices, value_chunks, slots)
+
+    two_tiles_fit = v_slices <= 2 and budget - 2 * max(k_slices, v_slices) >= k_slices + v_slices
+    rows = spec.query_length * (2 if spec.group_size % 2 == 0 else 1)
+    return attempt(2 if two_tiles_fit and rows > ROWS else 1)
+
+
+def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> launch.LaunchPlan:
+    """The custom call of a plan.
+
+    Arguments: query, key, value, then (low, high, blocks) for row intervals, then sinks if any; results: output, fp32
+    LSE [B, T, N].
+    """
+    spec = plan.spec
+    B, T, S, N, K = spec.batch, spec.query_length, spec.key_value_length, spec.query_heads, spec.key_value_heads
+    H, Hv = spec.head_dim, spec.value_head_dim
+    sizes = [2 * B * T * N * H, 2 * B * S * K * H, 2 * B * S * K * Hv]
+    operand = {"query": 0, "key": 1, "value": 2}
+
+    def argument(name: str, size: int):
+        operand[name] = len(sizes)
+        sizes.append(size)
+
+    if spec.mask_form == "rows":
+        argument("low", 4 * B * T)
+        argument("high", 4 * B * T)
+        argument("blocks", 8 * B * plan.row_groups)
+    if spec.has_sinks:
+        argument("sinks", 4 * N)
+    arguments = len(sizes)
+    argument("out", 2 * B * T * N * Hv)
+    argument("lse", 4 * B * T * N)
+
+    def tensor_map(name: str, rows: int, heads: int, dim: int) -> launch.TensorMap:
+        strides = (heads * dim * 2, dim * 2, rows * heads * dim * 2)
+        box = (SLICE, ROWS, 1, 1)
+        return launch.TensorMap(operand[name], spec.dtype, (dim, rows, heads, B), strides, box, swizzle="128B")
+
+    def pointer(name: str) -> launch.Pointer:
+        return launch.Pointer(operand.get(name, operand["lse"]))
+
+    number = {"bfloat16": 1, "float16": 0}[spec.dtype]
+    common = (1 << 4) | (number << 7) | (number << 10) | ((ROWS >> 4) << 24)
+    negate = int(spec.scale < 0) << 13  # so that the greatest score is the greatest logit
+    scale, cap = abs(spec.scale), 1.0
+    if spec.logits_soft_cap is not None:
+        scale, cap = spec.logits_soft_cap, scale / spec.logits_soft_cap
+    affine = spec.mask_form == "affine"
+    scalars = {
+        "query_length": T,
+        "key_value_length": S,
+        "heads": N,
+        "group": spec.group_size,
+        "k_slices": plan.k_slices,
+        "k_tail_steps": -(-(H - (plan.k_slices - 1) * SLICE) // 16),
+        "v_slices": plan.v_slices,
+        "v_tail_columns": _up(Hv - (plan.v_slices - 1) * SLICE, 16),
+        "v_chunks": plan.value_chunks,
+        "chunk_slices": plan.chunk_slices,
+        "query_slices": plan.query_slices,
+        "slots": plan.slots,
+        "rows_form": int(spec.mask_form == "rows"),
+        "mask_low": max(spec.lower, -UNBOUNDED) if affine else -UNBOUNDED,
+        "mask_high": min(spec.upper, UNBOUNDED) if affine else UNBOUNDED,
+        "items": plan.items,
+        "row_groups": plan.row_groups,
+        "head_groups": plan.head_groups,
+        "group_rows": plan.group_rows,
+        "row_step": 0 if plan.pair_heads else ROWS,
+        "head_step": int(plan.pair_heads),
+        "has_sinks": int(spec.has_sinks),
+        "score_instruction": common | negate | ((KEYS >> 3) << 17),
+        "value_instruction": common | (1 << 16),
+    }
+    values = {
+        "query_map": tensor_map("query", T, N, H),
+        "key_map": tensor_map("key", S, K, H),
+        "value_map": tensor_map("value", S, K, Hv),
+        "out_map": tensor_map("out", T, N, Hv),
+        **{name: pointer(name) for name in ("lse", "low", "high", "blocks", "sinks")},
+        "scale": launch.Float32(scale * LOG2_E),
+        "cap": launch.Float32(cap),
+        **{name: launch.Int32(value) for name, value in scalars.items()},
+    }
+    params = abi.bind(registry.KERNELS["forward_sm100"].parameters, values)
+    step = launch.Launch(
+        kernel,
+        sha256,
+        symbol,
+        (min(plan.items, plan.target.sm_count), 1, 1),
+        (THREADS, 1, 1),
+        params,
+        shared_bytes=plan.shared_bytes,
+    )
+    program = launch.Program(plan.target.arch, (step,))
+    return launch.LaunchPlan("forward", tuple(sizes[:arguments]), tuple(sizes[arguments:]), (program,))
