@@ -221,7 +221,7 @@ class ForwardKernel:
 
     @cute.jit
     def load(self, p, smem, tile_blocks: cute.Pointer, q_map: Int64, k_map: Int64, v_map: Int64):
-        """Load warp, one thread: query tiles, then slices of keys and values in the order that the MMA warp reads them."""
+        """Load warp, one thread: query tiles, then slices of keys and values in the order of the MMA warp."""
         tiles = self.config.query_tiles
         ring = smem.query + tiles * p.query_slices * SLICE_BYTES
         slot, phase, item_phase = Int32(0), Int32(0), Int32(0)
