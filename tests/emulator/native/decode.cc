@@ -396,6 +396,11 @@ class DecoderImpl : public Decoder {
     program_.source.resize(first);
     program_.payloads.resize(payloads);
     share_slots(usages, labels);
+    loaded_.clear();
+    for (size_t i = 0; i < syntax_->body.size(); ++i) {
+      if (!is_tensor_load(syntax_->body[i])) continue;
+      for (Slot slot : usages[i].writes) loaded_.insert(map(slot));
+    }
     decode_body(nullptr, nullptr);
 
     info_->first = static_cast<uint32_t>(first);
@@ -417,6 +422,7 @@ class DecoderImpl : public Decoder {
       current_labels_.clear();
       Instruction instruction;
       decode_statement(statement, instruction);
+      if (!usages) instruction.touches_loads = touches_loads(statement);
       program_.code.push_back(instruction);
       program_.source.emplace_back(statement.file, statement.source_line);
       if (usages) {
@@ -638,6 +644,18 @@ class DecoderImpl : public Decoder {
     return out;
   }
 
+  static bool is_tensor_load(const Statement& statement) {
+    return statement.opcode.size() > 1 && statement.opcode[0] == "tcgen05" && statement.opcode[1] == "ld";
+  }
+  /// tcgen05.ld may fill its registers late; whoever else uses their slots must let it land first. (Loads look after
+  /// their own destinations, so that several can be in flight.)
+  bool touches_loads(const Statement& statement) const {
+    if (loaded_.empty()) return false;
+    auto loaded = [&](Slot slot) { return loaded_.count(map(slot)) != 0; };
+    return std::any_of(usage_.reads.begin(), usage_.reads.end(), loaded) ||
+           (!is_tensor_load(statement) && std::any_of(usage_.writes.begin(), usage_.writes.end(), loaded));
+  }
+
   const std::string& root(size_t i) const {
     static const std::string ret = "ret";
     return i < syntax_->body.size() ? syntax_->body[i].opcode[0] : ret;
@@ -672,6 +690,7 @@ class DecoderImpl : public Decoder {
   std::vector<Fixup> fixups_;
   std::unordered_map<Slot, Slot> mapping_;
   std::set<Slot> pinned_;
+  std::set<Slot> loaded_;   // slots that a tcgen05.ld of the function fills
   Usage usage_;
   std::vector<std::string> current_labels_;
 };

@@ -50,6 +50,7 @@ struct TensorMemory {
   uint32_t last_request = kColumns;          // nCols must not grow
   bool relinquished = false;
   int group = 0;                             // the one cta_group the kernel uses; 0 until known
+  std::shared_ptr<struct TensorPipe> pipe;   // operations in flight (tensor.h)
   uint32_t peak = 0;                         // most columns live at once
 
   uint32_t* column(uint32_t c) { return words.data() + static_cast<size_t>(c) * kRows; }
@@ -109,7 +110,8 @@ struct alignas(64) Warp {
   std::vector<uint32_t> maxnreg_history;   // immediates of setmaxnreg, in order
   std::array<ThreadGroups, kLanes>* bulk = nullptr;      // cp.async.bulk groups, made on demand
   std::array<ThreadGroups, kLanes>* copies = nullptr;    // cp.async groups
-  std::vector<uint64_t> tensor_loads, tensor_stores;     // ids in flight, for tcgen05.wait (family's use)
+  std::shared_ptr<struct TensorTraffic> tensor;          // tcgen05.ld and .st in flight (tensor.h)
+  bool loads_pending = false;                            // a tcgen05.ld has not yet filled its registers
   ~Warp();
 
   uint32_t* r32(Slot s) { return reinterpret_cast<uint32_t*>(registers + s); }
@@ -294,5 +296,9 @@ inline bool must_wait_for_grid(const Warp& warp) {
 /// A decoded access of one thread: host pointer for any space, with bounds, alignment, write permission and live-barrier
 /// checks. `space` generic is resolved by window.
 uint8_t* resolve(Warp& warp, int lane, Space space, uint64_t address, uint32_t bytes, Access access);
+
+/// Fills the registers of the warp's pending tcgen05.ld: before an instruction that shares registers with one, because a
+/// true dependency is always respected, and in tcgen05.wait::ld.
+void land_tensor_loads(Warp& warp);
 
 }  // namespace emu

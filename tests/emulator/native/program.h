@@ -106,6 +106,7 @@ struct Instruction {
   bool predicate_negated = false;
   bool aligned = false;        // .aligned: the interpreter runs it only when all live lanes of the warp are here
   bool is_branch = false;
+  bool touches_loads = false;  // shares a register with a tcgen05.ld, which may still have to fill it
   uint8_t flags = 0;           // for the family
   uint16_t opcode = 0;         // index into Program::opcodes, for statistics
   int line = 0;                // in the PTX text

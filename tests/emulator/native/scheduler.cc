@@ -69,6 +69,7 @@ void Cluster::run_fragment(Warp& warp, size_t index, uint32_t budget) {
         f->tried = progress;
         break;
       }
+      if (in.touches_loads && warp.loads_pending) land_tensor_loads(warp);
       Step step = in.exec(warp, in, mask);
       if (step == Step::next) {
         ++executed[pc];
