@@ -194,7 +194,8 @@ def _wait(process: subprocess.Popen, folder: pathlib.Path, seconds: float) -> bo
     return True
 
 
-def record(out: pathlib.Path, names: list[str] | None, budget: float):
+def record(out: pathlib.Path, names: list[str] | None, budget: float, merge: pathlib.Path | None):
+    """Runs the named kernels, or all, and writes `out`; what `merge` holds of other kernels is kept."""
     start = time.monotonic()
     todo = names or [case.name for case in all_cases()]
     with tempfile.TemporaryDirectory() as temporary:
@@ -227,14 +228,19 @@ def record(out: pathlib.Path, names: list[str] | None, budget: float):
                 with np.load(path) as data:
                     arrays |= {f"{name}/{key}": data[key] for key in data.files}
         description = json.loads((folder / "device.json").read_text()) if (folder / "device.json").exists() else {}
+    ran = len(todo) - len(errors)
+    if merge:
+        known = {case.name for case in all_cases()} - set(todo)
+        with np.load(merge) as old:
+            arrays = {k: old[k] for k in old.files if k.split("/")[0] in known} | arrays
+            before = json.loads(old["about"].tobytes())
+        errors = {name: text for name, text in before["errors"].items() if name in known} | errors
+        description = description or before["device"]
     about = {"device": description, "errors": errors}
     arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     np.savez_compressed(out, **arrays)  # pyright: ignore[reportArgumentType]
     seconds = time.monotonic() - start
-    print(
-        f"{len(todo) - len(errors)} of {len(todo)} micro kernels ran on {description}, "
-        f"{seconds:.1f} s, {out.stat().st_size} bytes"
-    )
+    print(f"{ran} of {len(todo)} micro kernels ran on {description}, {seconds:.1f} s, {out.stat().st_size} bytes")
     for name, error in errors.items():
         print(f"  {name}: {error}")
 
@@ -243,13 +249,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).with_name("h200.npz"))
     parser.add_argument("--only", nargs="*", help="names of micro kernels; all if not given")
+    parser.add_argument("--merge", type=pathlib.Path, help="an earlier file, whose other results are kept")
     parser.add_argument("--budget", type=float, default=85.0, help="seconds after which no further child is started")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(pathlib.Path(arguments.child[0]), arguments.child[1:])
     else:
-        record(arguments.out, arguments.only, arguments.budget)
+        record(arguments.out, arguments.only, arguments.budget, arguments.merge)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ def _load(
     if element_strides:
         size = int(np.prod([-(-b // s) for b, s in zip(box, element_strides, strict=True)])) * MAP_DTYPES[dtype][1]
     room = -(-size // 128) * 128
+    if swizzle != "none":  # a row narrower than the swizzle's span still takes the span
+        room = max(room, int(np.prod(box[1:])) * int(swizzle[:-1]))
     body = PROLOGUE + _coordinates(rank)
     body += f"""
     .reg .b32 %s, %b;
@@ -179,19 +181,18 @@ END:
 def load_cases() -> list[Micro]:
     # 2-D, pitch larger than the row: inside, over each edge and corner, negative starts, wholly outside
     edges = [
-        (0, 0), (4, 3), (40, 0), (0, 16), (44, 18), (-3, 0), (0, -2), (-8, -5), (-40, 0), (60, 30), (47, 19), (0, 20),
-        (-31, -7),
+        (0, 0), (4, 3), (40, 0), (0, 16), (44, 18), (-4, 0), (0, -2), (-8, -5), (-40, 0), (60, 30), (0, 20), (-28, -7),
     ]  # fmt: skip
     f32 = ("f32", (48, 20), (224,), (32, 8))
     bf16 = ("bf16", (96, 24), (208,))
     corner = [(0, 0), (80, 20), (-8, -3), (40, 8)]
     return [
-        _load("tma_load_1d_f32", "f32", (100,), (), (32,), [(0,), (5,), (90,), (-7,), (100,), (-32,), (68,)]),
-        _load("tma_load_1d_u8", "u8", (200,), (), (48,), [(0,), (3,), (190,), (-7,), (152,)]),
+        _load("tma_load_1d_f32", "f32", (100,), (), (32,), [(0,), (4,), (88,), (-8,), (100,), (-32,), (68,)]),
+        _load("tma_load_1d_u8", "u8", (200,), (), (48,), [(0,), (16,), (192,), (-32,), (160,)]),
         _load("tma_load_2d_edges", *f32, edges),
         _load("tma_load_2d_nan_fill", *f32, edges[:9], fill="nan"),
-        _load("tma_load_2d_f16_nan_fill", "f16", (48, 20), (112,), (32, 4), [(0, 0), (40, 18), (-5, -1)], fill="nan"),
-        _load("tma_load_2d_bf16_nan_fill", "bf16", (48, 20), (112,), (32, 4), [(0, 0), (40, 18), (-5, -1)], fill="nan"),
+        _load("tma_load_2d_f16_nan_fill", "f16", (48, 20), (112,), (32, 4), [(0, 0), (40, 18), (-8, -1)], fill="nan"),
+        _load("tma_load_2d_bf16_nan_fill", "bf16", (48, 20), (112,), (32, 4), [(0, 0), (40, 18), (-8, -1)], fill="nan"),
         _load("tma_load_2d_u64", "u64", (20, 12), (176,), (8, 4), [(0, 0), (16, 10), (-2, -1)]),
         _load("tma_load_2d_tf32", "tf32", (48, 20), (224,), (32, 8), [(0, 0), (40, 16)]),
         _load("tma_load_2d_offset", *f32, [(0, 0), (44, 18)], offset_bytes=64),
@@ -201,7 +202,7 @@ def load_cases() -> list[Micro]:
         _load("tma_load_2d_swizzle_128B_narrow", *bf16, (32, 16), corner, swizzle="128B"),
         _load("tma_load_2d_swizzle_128B_f32", "f32", (48, 20), (224,), (32, 12), corner, swizzle="128B"),
         _load(
-            "tma_load_3d", "bf16", (40, 10, 5), (96, 1120), (16, 4, 2), [(0, 0, 0), (32, 8, 4), (-4, -2, -1), (8, 4, 5)]
+            "tma_load_3d", "bf16", (40, 10, 5), (96, 1120), (16, 4, 2), [(0, 0, 0), (32, 8, 4), (-8, -2, -1), (8, 4, 5)]
         ),
         _load(
             "tma_load_3d_swizzle_128B",
@@ -226,7 +227,7 @@ def load_cases() -> list[Micro]:
             (16, 3, 4, 3, 2),
             (32, 112, 448, 1344),
             (8, 2, 2, 2, 2),
-            [(0, 0, 0, 0, 0), (8, 2, 3, 2, 1), (-4, -1, -1, -1, -1), (8, 1, 2, 1, 0)],
+            [(0, 0, 0, 0, 0), (8, 2, 3, 2, 1), (-8, -1, -1, -1, -1), (8, 1, 2, 1, 0)],
         ),
         _load(
             "tma_load_2d_element_strides",
@@ -234,7 +235,7 @@ def load_cases() -> list[Micro]:
             (48, 20),
             (224,),
             (32, 8),
-            [(0, 0), (8, 2), (30, 10)],
+            [(0, 0), (8, 2), (28, 10)],
             element_strides=(1, 2),
         ),
         _load(
@@ -246,6 +247,27 @@ def load_cases() -> list[Micro]:
             [(0, 0, 0), (0, 4, 8)],
             swizzle="64B",
         ),
+    ]
+
+
+def start_cases() -> list[Micro]:
+    """One start coordinate each, at and off multiples of 16 bytes, since an error of one would hide the others."""
+    starts = {
+        "4_bytes": ("f32", (48, 20), (224,), (32, 8), [(1, 0)]),
+        "8_bytes": ("f32", (48, 20), (224,), (32, 8), [(2, 0)]),
+        "minus_12_bytes": ("f32", (48, 20), (224,), (32, 8), [(-3, 0)]),
+        "odd_outside": ("f32", (48, 20), (224,), (32, 8), [(47, 19)]),
+        "1d_20_bytes": ("f32", (100,), (), (32,), [(5,)]),
+        "1d_3_bytes": ("u8", (200,), (), (48,), [(3,)]),
+        "bf16_8_bytes": ("bf16", (96, 24), (208,), (16, 16), [(4, 0)]),
+    }
+    swizzled = ("bf16", (96, 24), (208,), (64, 16), [(4, 0)])
+    return [
+        *[_load(f"tma_start_{name}", *arguments) for name, arguments in starts.items()],
+        _load("tma_start_swizzled_8_bytes", *swizzled, swizzle="128B"),
+        _load("tma_strides_1_2", "f32", (48, 20), (224,), (32, 8), [(0, 0)], element_strides=(1, 2)),
+        _load("tma_strides_2_1", "f32", (48, 20), (224,), (32, 8), [(0, 0)], element_strides=(2, 1)),
+        _store("tma_store_start_4_bytes", "f32", (44, 27), (224,), (8, 8), [(1, 0)]),
     ]
 
 
@@ -355,4 +377,4 @@ END:
 
 
 def cases() -> list[Micro]:
-    return load_cases() + store_cases() + bulk_cases()
+    return load_cases() + start_cases() + store_cases() + bulk_cases()
