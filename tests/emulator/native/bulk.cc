@@ -7,13 +7,13 @@ namespace emu {
 void notify(Cluster& cluster, const AsyncOp& op, Access access, Region region, uint64_t address, uint64_t bytes) {
   Observer* observer = cluster.grid->observer;
   if (observer == nullptr || bytes == 0) return;
-  observer->memory({op.agent, op.proxy, access, region, address, bytes, op.id, ++cluster.order, op.line});
+  observer->memory({op.agent, op.proxy, access, region, address, bytes, op.id, cluster.order++, op.line});
 }
 
 void notify(Cluster& cluster, const AsyncOp& op, SyncKind kind, uint64_t object, int64_t value) {
   Observer* observer = cluster.grid->observer;
   if (observer == nullptr) return;
-  observer->sync({kind, op.agent, object, 0, value, op.id, ++cluster.order, op.line});
+  observer->sync({kind, op.agent, object, 0, value, op.id, cluster.order++, op.line});
 }
 
 namespace {
@@ -152,7 +152,6 @@ bool BulkLoad::advance(Cluster& cluster) {
   land(cluster, target);
   const uint32_t bytes = global.bytes();
   cluster.tma_bytes_in += bytes;
-  notify(cluster, *this, SyncKind::mbarrier_complete_tx, target.barrier_cta->address(target.barrier), bytes);
   target.barrier_cta->barriers.complete_tx(*target.barrier_cta, target.barrier, bytes);
   const bool last = next_ == targets.size();
   if (last) notify(cluster, *this, SyncKind::complete, id, bytes);

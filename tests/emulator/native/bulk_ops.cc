@@ -439,7 +439,7 @@ Step run_wait(Warp& warp, const Instruction& in, uint32_t mask) {
   if (Observer* observer = cluster.grid->observer) {
     for (int lane = 0; lane < kLanes; ++lane) {
       if ((mask >> lane & 1) == 0) continue;
-      observer->sync({SyncKind::group_wait, warp.agent(lane), 0, 0, static_cast<int64_t>(in.imm), 0, ++cluster.order, warp.line});
+      observer->sync({SyncKind::group_wait, warp.agent(lane), 0, 0, static_cast<int64_t>(in.imm), 0, cluster.order++, warp.line});
     }
   }
   return Step::next;

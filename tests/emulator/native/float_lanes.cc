@@ -351,6 +351,34 @@ void arith_f64(Op64 op, const uint64_t* a, const uint64_t* b, const uint64_t* c,
 
 namespace {
 
+// f32 to a smaller format of E exponent and M mantissa bits, to nearest even, without branches. Values above max_finite give
+// `overflow`. Subnormal results come from an addition whose result has the format's smallest unit as its last digit.
+template <int E, int M>
+inline uint32_t narrow(uint32_t x, uint32_t max_finite, uint32_t overflow, uint32_t nan) {
+  constexpr int kBias = (1 << (E - 1)) - 1;
+  constexpr uint32_t kMagic = static_cast<uint32_t>(127 + 1 - kBias - M + 23) << 23;
+  const uint32_t u = x & 0x7fffffff;
+  const uint32_t small = as_bits(as_float(u) + as_float(kMagic)) - kMagic;
+  constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
+  const uint32_t normal = (u + ((1u << (22 - M)) - 1) + (u >> (23 - M) & 1) - kRebias) >> (23 - M);
+  uint32_t r = u < kRebias + (1u << 23) ? small : normal;
+  r = r > max_finite ? overflow : r;
+  r |= x >> 31 << (E + M);
+  return u > 0x7f800000 ? nan : r;
+}
+
+inline uint32_t narrow_bf16(uint32_t x) { return is_nan(x) ? 0x7fffu : (x + 0x7fff + (x >> 16 & 1)) >> 16; }
+inline uint32_t narrow_f16(uint32_t x) { return narrow<5, 10>(x, 0x7bff, 0x7c00, 0x7fff); }
+
+// A double that was rounded to odd, rounded to odd once more: the f32 still decides every later rounding to 16 bits.
+inline uint32_t f32_to_odd(double exact) {
+  const float nearest = static_cast<float>(exact);
+  const double back = nearest;
+  const uint32_t bits = as_bits(nearest);
+  if (back == exact || (bits & 1) != 0 || !std::isfinite(exact)) return bits;
+  return std::fabs(back) > std::fabs(exact) ? bits - 1 : bits + 1;
+}
+
 inline const Format& half_format(bool bf16) { return bf16 ? kBf16 : kF16; }
 
 inline uint32_t flush_half(uint32_t bits, bool bf16) {
@@ -374,13 +402,15 @@ uint32_t arith_one_half(OpHalf op, uint32_t a, uint32_t b, uint32_t c, HalfMode 
   const auto in = [&](uint32_t bits) -> double { return widen(mode.ftz ? flush_half(bits, mode.bf16) : bits, mode.bf16); };
   double exact = 0;
   switch (op) {
-    case OpHalf::add: exact = add_odd(in(a), in(b), mode.round); break;
-    case OpHalf::sub: exact = add_odd(in(a), -in(b), mode.round); break;
+    case OpHalf::add: exact = add_odd(in(a), in(b), Round::rn); break;
+    case OpHalf::sub: exact = add_odd(in(a), -in(b), Round::rn); break;
     case OpHalf::mul: exact = in(a) * in(b); break;
-    case OpHalf::fma: exact = add_odd(in(a) * in(b), in(c), mode.round); break;
+    case OpHalf::fma: exact = add_odd(in(a) * in(b), in(c), Round::rn); break;
   }
   if (mode.sat) exact = saturate(exact);
-  const auto bits = static_cast<uint32_t>(encode(exact, half_format(mode.bf16), mode.round, false, mode.relu));
+  const uint32_t odd = f32_to_odd(exact);
+  uint32_t bits = mode.bf16 ? narrow_bf16(odd) : narrow_f16(odd);
+  if (mode.relu && (bits & 0x8000) != 0) bits = 0;
   return mode.ftz ? flush_half(bits, mode.bf16) : bits;
 }
 
@@ -462,8 +492,7 @@ void mixed_f32(OpHalf op, const uint32_t* a, const uint32_t* b, const uint32_t* 
 // ---- packing ------------------------------------------------------------------------------------------------------------------
 
 void pack_bf16x2_rn(const uint32_t* a, const uint32_t* b, uint32_t* d, int n) {
-  const auto round = [](uint32_t x) { return is_nan(x) ? 0x7fffu : (x + 0x7fff + (x >> 16 & 1)) >> 16; };
-  each(n, [=](int i) { d[i] = round(a[i]) << 16 | round(b[i]); });
+  each(n, [=](int i) { d[i] = narrow_bf16(a[i]) << 16 | narrow_bf16(b[i]); });
 }
 
 namespace {
@@ -475,6 +504,21 @@ inline uint32_t convert(double value, const PackMode& mode) {
 }  // namespace
 
 void pack2_f32(const uint32_t* a, const uint32_t* b, uint32_t* d, int n, const PackMode& mode) {
+  if (mode.round == Round::rn && !mode.relu) {  // the hot ones
+    const auto max = static_cast<uint32_t>(mode.format.max_finite());
+    const uint32_t overflow = mode.satfinite ? max : static_cast<uint32_t>(mode.format.infinity());
+    const auto nan = static_cast<uint32_t>(mode.format.nan);
+    const Format& format = mode.format;
+    if (format.exponent_bits == 5 && format.mantissa_bits == 10) {
+      return each(n, [=](int i) { d[i] = narrow<5, 10>(a[i], max, overflow, nan) << 16 | narrow<5, 10>(b[i], max, overflow, nan); });
+    }
+    if (format.exponent_bits == 4 && format.mantissa_bits == 3 && mode.satfinite) {
+      return each(n, [=](int i) { d[i] = narrow<4, 3>(a[i], max, overflow, nan) << 8 | narrow<4, 3>(b[i], max, overflow, nan); });
+    }
+    if (format.exponent_bits == 5 && format.mantissa_bits == 2 && mode.satfinite) {
+      return each(n, [=](int i) { d[i] = narrow<5, 2>(a[i], max, overflow, nan) << 8 | narrow<5, 2>(b[i], max, overflow, nan); });
+    }
+  }
   for (int i = 0; i < n; ++i) {
     d[i] = convert(as_float(a[i]), mode) << mode.stride() | convert(as_float(b[i]), mode);
   }

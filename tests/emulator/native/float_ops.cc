@@ -76,7 +76,6 @@ fp::HalfMode half_mode(Type type, const Form& form) {
   mode.sat = form.sat;
   mode.relu = form.relu;
   mode.oob = form.oob;
-  mode.round = form.round;
   return mode;
 }
 

@@ -156,6 +156,7 @@ enum class Op64 : uint8_t { add, sub, mul, fma, div, rcp, sqrt, min, max };
 void arith_f64(Op64 op, const uint64_t* a, const uint64_t* b, const uint64_t* c, uint64_t* d, int n, Round round);
 
 // ---- lanes: f16 and bf16, one value in the low half of a register (packed = false) or one in each half ------------------------
+// All round to nearest even, the only mode PTX has for them.
 
 struct HalfMode {
   bool bf16 = false;
@@ -164,7 +165,6 @@ struct HalfMode {
   bool sat = false;
   bool relu = false;
   bool oob = false;  // fma.oob: an operand that is the out-of-bounds NaN 0x7ff7 makes the result +0
-  Round round = Round::rn;
 };
 
 enum class OpHalf : uint8_t { add, sub, mul, fma };

@@ -52,7 +52,7 @@ void touched(Warp& warp, int lane, Access access, const uint8_t* bytes, Proxy pr
   const uint64_t address =
       shared ? warp.cta->address(static_cast<uint32_t>(bytes - warp.cta->shared)) : reinterpret_cast<uint64_t>(bytes);
   observer->memory({warp.agent(lane), proxy, access, shared ? Region::shared : Region::global, address, sizeof(TensorMapData), 0,
-                    ++cluster.order, warp.line});
+                    cluster.order++, warp.line});
 }
 
 // ---- tensormap.replace ------------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ Step run_fence(Warp& warp, const Instruction& in, uint32_t mask) {
     if ((mask >> lane & 1) == 0) continue;
     if (in.data != nullptr) map_bytes(warp, lane, Space::generic, in.as<MapData>().address, Access::read);  // must be a place for a map
     if (Observer* observer = cluster.grid->observer) {
-      observer->sync({SyncKind::fence, warp.agent(lane), 0, 0, in.flags, 0, ++cluster.order, warp.line});
+      observer->sync({SyncKind::fence, warp.agent(lane), 0, 0, in.flags, 0, cluster.order++, warp.line});
     }
   }
   return Step::next;

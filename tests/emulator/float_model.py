@@ -1,0 +1,167 @@
+"""An independent model of PTX float arithmetic: exact rationals, rounded by comparison, one value at a time.
+
+It shares nothing with the emulator's library (which rounds with error-free transformations and bit shifts), is slow, and is plain
+enough to be checked against the PTX ISA by reading.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary format with sign: `infinite` formats have infinities and NaNs in the top binade, as IEEE 754."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    nan: int
+    infinite: bool = True
+
+    @property
+    def bias(self) -> int:
+        return (1 << (self.exponent_bits - 1)) - 1
+
+    @property
+    def sign(self) -> int:
+        return 1 << (self.exponent_bits + self.mantissa_bits)
+
+    @property
+    def infinity(self) -> int:
+        return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
+
+
+F32 = Format(8, 23, 0x7FFFFFFF)
+F16 = Format(5, 10, 0x7FFF)
+BF16 = Format(8, 7, 0x7FFF)
+TF32 = Format(8, 10, 0x3FFFF)
+
+
+def decode(bits: int, form: Format) -> float:
+    """The value of a bit pattern as a Python float; every format here fits in one."""
+    sign = -1.0 if bits & form.sign else 1.0
+    exponent = bits >> form.mantissa_bits & ((1 << form.exponent_bits) - 1)
+    mantissa = bits & ((1 << form.mantissa_bits) - 1)
+    if exponent == (1 << form.exponent_bits) - 1:
+        return math.nan if mantissa else sign * math.inf
+    if exponent == 0:
+        return sign * math.ldexp(mantissa, 1 - form.bias - form.mantissa_bits)
+    return sign * math.ldexp((1 << form.mantissa_bits) + mantissa, exponent - form.bias - form.mantissa_bits)
+
+
+def magnitude(bits: int, form: Format) -> Fraction:
+    """The value of a positive pattern, infinity counting as the number that would come next."""
+    exponent, mantissa = bits >> form.mantissa_bits, bits & ((1 << form.mantissa_bits) - 1)
+    unit = Fraction(2) ** (max(exponent, 1) - form.bias - form.mantissa_bits)
+    return (mantissa + ((1 << form.mantissa_bits) if exponent else 0)) * unit
+
+
+def round_exact(value: Fraction, form: Format, mode: str, zero_sign: int = 0) -> int:
+    """Rounds an exact value: finds its two neighbours among the patterns and chooses one by `mode`.
+
+    Args:
+        value: the exact result.
+        form: target format, with infinities.
+        mode: rn, rz, rm, rp or rna.
+        zero_sign: 1 if an exact zero is negative.
+    """
+    if value == 0:
+        return form.sign if zero_sign else 0
+    negative, size = value < 0, abs(value)
+    low, high = 0, form.infinity
+    while high - low > 1:  # patterns of positive numbers are in the order of their values
+        middle = (low + high) // 2
+        if magnitude(middle, form) <= size:
+            low = middle
+        else:
+            high = middle
+    if size >= magnitude(form.infinity, form):
+        low, high = form.infinity - 1, form.infinity
+    below, above = magnitude(low, form), magnitude(high, form)
+    if size == below:
+        chosen = low
+    elif mode == "rz" or (mode == "rm" and not negative) or (mode == "rp" and negative):
+        chosen = low
+    elif mode in ("rm", "rp"):
+        chosen = high
+    else:
+        twice = 2 * size
+        tie_up = mode == "rna" or low % 2 == 1
+        chosen = high if twice > below + above or (twice == below + above and tie_up) else low
+    return chosen | (form.sign if negative else 0)
+
+
+def flush(bits: int, form: Format) -> int:
+    return bits & form.sign if bits & form.infinity == 0 else bits
+
+
+def special(result: float, form: Format) -> int:
+    """Bits of a NaN, an infinity or a zero."""
+    if math.isnan(result):
+        return form.nan
+    sign = form.sign if math.copysign(1.0, result) < 0 else 0
+    return sign | (form.infinity if math.isinf(result) else 0)
+
+
+def fma(a: int, b: int, c: int, form: Format, mode: str = "rn", ftz: bool = False) -> int:
+    """a * b + c, rounded once."""
+    if ftz:
+        a, b, c = (flush(x, form) for x in (a, b, c))
+    x, y, z = (decode(v, form) for v in (a, b, c))
+    if not all(map(math.isfinite, (x, y, z))):
+        with np.errstate(invalid="ignore", over="ignore"):
+            # One non-finite operand decides; replacing the finite ones by their signs keeps products from overflowing.
+            x, y, z = (np.float64(v if not math.isfinite(v) else math.copysign(v != 0, v)) for v in (x, y, z))
+            return special(float(x * y + z), form)
+    exact = Fraction(x) * Fraction(y) + Fraction(z)
+    negative_product = math.copysign(1, x) * math.copysign(1, y) < 0
+    if Fraction(x) * Fraction(y) == 0 and z == 0 and negative_product == (math.copysign(1, z) < 0):
+        zero_sign = int(negative_product)
+    else:
+        zero_sign = int(mode == "rm")
+    rounded = round_exact(exact, form, mode, zero_sign)
+    return flush(rounded, form) if ftz else rounded
+
+
+def add(a: int, b: int, form: Format, mode: str = "rn", ftz: bool = False) -> int:
+    one = form.bias << form.mantissa_bits
+    return fma(a, one, b, form, mode, ftz)
+
+
+def sub(a: int, b: int, form: Format, mode: str = "rn", ftz: bool = False) -> int:
+    return add(a, b ^ form.sign, form, mode, ftz) if not math.isnan(decode(b, form)) else form.nan
+
+
+def mul(a: int, b: int, form: Format, mode: str = "rn", ftz: bool = False) -> int:
+    if ftz:
+        a, b = flush(a, form), flush(b, form)
+    x, y = decode(a, form), decode(b, form)
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return special(math.nan if x == 0 or y == 0 else x * y, form)
+    zero_sign = int((a ^ b) & form.sign != 0)
+    rounded = round_exact(Fraction(x) * Fraction(y), form, mode, zero_sign)
+    return flush(rounded, form) if ftz else rounded
+
+
+def saturate(bits: int, form: Format) -> int:
+    value = decode(bits, form)
+    if math.isnan(value) or value <= 0:
+        return 0
+    return bits if value < 1 else form.bias << form.mantissa_bits
+
+
+def samples(form: Format, count: int, seed: int) -> np.ndarray:
+    """Bit patterns that matter: every special value, ties, neighbours of powers of two, and uniformly random patterns."""
+    rng = np.random.default_rng(seed)
+    top = form.infinity
+    one = form.bias << form.mantissa_bits
+    specials = [0, 1, 2, form.infinity - 1, top, top + 1, form.nan, one, one + 1, one - 1, one | 1, 1 << form.mantissa_bits,
+                (1 << form.mantissa_bits) - 1, (1 << form.mantissa_bits) + 1]  # fmt: skip
+    specials += [s | form.sign for s in specials]
+    random = rng.integers(0, 2 * form.sign, count, dtype=np.uint64)
+    near = one + rng.integers(-3 << form.mantissa_bits, 3 << form.mantissa_bits, count)
+    near = near.astype(np.uint64) | rng.choice(np.array([0, form.sign], np.uint64), count)
+    pool = np.concatenate([np.array(specials, np.uint64), random, near])
+    return rng.choice(pool, count)
