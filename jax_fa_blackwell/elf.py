@@ -95,8 +95,10 @@ def _target(cubin: bytes, sections: dict[str, _Section]) -> tuple[str, str]:
 def _sections(cubin: bytes) -> dict[str, _Section]:
     if cubin[:5] != b"\x7fELF\x02":
         raise ValueError("not a cubin: no 64-bit ELF header")
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    entry_size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
+    programs, table = struct.unpack_from("<QQ", cubin, 0x20)
+    program_size, program_count, entry_size, count, names_index = struct.unpack_from("<HHHHH", cubin, 0x36)
+    if programs + program_size * program_count > len(cubin):
+        raise ValueError(f"damaged cubin: its program headers end after the file's {len(cubin)} bytes")
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry_size) for i in range(count)]
     names_at, names_size = headers[names_index][4:6]
     names = cubin[names_at : names_at + names_size]
