@@ -8,6 +8,7 @@ numbers below can be seen in the output of ``cuobjdump -elf``, which the tests c
 from __future__ import annotations
 
 import dataclasses
+import re
 import struct
 
 _PAYLOAD = 4
@@ -79,17 +80,17 @@ def read(cubin: bytes) -> CubinInfo:
 
 
 def _target(cubin: bytes, sections: dict[str, _Section]) -> tuple[str, str]:
-    """Architecture and CUDA version. Cubins for sm_90 and older have them elsewhere than newer ones."""
+    """Architecture and CUDA version: in the header up to ABI 7, in the assembler's note from ABI 8 on."""
     abi = cubin[8]
-    (version,) = struct.unpack_from("<I", cubin, 0x14)
-    (flags,) = struct.unpack_from("<I", cubin, 0x30)
     if abi <= 7:
-        number, specific = flags & 0xFF, flags & 0x800
-    else:
-        number, specific = flags >> 8 & 0xFFFF, flags & 0x8
-        # An ELF note: sizes of name and description, type, "NVIDIA Corp\0", then the version.
-        (version,) = struct.unpack_from("<I", sections[".note.nv.tkinfo"].data, 24)
-    return f"sm_{number & 0xFF}{'a' if specific else ''}", f"{version // 10}.{version % 10}"
+        (version,) = struct.unpack_from("<I", cubin, 0x14)
+        (flags,) = struct.unpack_from("<I", cubin, 0x30)
+        return f"sm_{flags & 0xFF}{'a' if flags & 0x800 else ''}", f"{version // 10}.{version % 10}"
+    note = sections[".note.nv.tkinfo"].data
+    arch, release = re.search(rb"-arch (sm_\w+)", note), re.search(rb"release (\d+\.\d+)", note)
+    if arch is None or release is None:
+        raise ValueError(f"not a cubin, or a damaged one: its note names no architecture or release: {note!r}")
+    return arch[1].decode(), release[1].decode()
 
 
 def _sections(cubin: bytes) -> dict[str, _Section]:
