@@ -102,7 +102,7 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             "forward_sm100",
-            ("sm100/forward.py", "common/ptx.py"),
+            ("sm100/forward.py", "sm100/slices.py", "common/ptx.py", "../plan/slices.py"),
             abi.parameters(
                 query_map="tensor_map",
                 key_map="tensor_map",

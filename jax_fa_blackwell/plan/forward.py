@@ -7,20 +7,24 @@ import math
 
 from jax_fa_blackwell.kernels import abi, registry
 from jax_fa_blackwell.plan import launch
+from jax_fa_blackwell.plan.slices import (
+    LOG2_E,
+    MAX_SLOTS,
+    ROWS,
+    SLICE,
+    SLICE_BYTES,
+    UNBOUNDED,
+    round_up,
+    slices_of,
+    tail_of,
+)
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import Target
 
-ROWS = 128
-KEYS = 128
-SLICE = 64
-SLICE_BYTES = ROWS * SLICE * 2
-MAX_SLOTS = 12
 HEADER_BYTES = 3072
 OUTPUT_COLUMN = 256
 CHUNK_SLICES = 4
 THREADS = 512
-UNBOUNDED = 1 << 30
-LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,15 +102,11 @@ class ForwardPlan:
 
     def tensor_memory_map(self) -> list[tuple[str, int, int]]:
         """(name, first column, end column) of each accumulator; P lies in the first half of its score tile."""
-        out = [("S/P 0", 0, KEYS), ("S/P 1", KEYS, 2 * KEYS)]
-        width = min(self.chunk_slices * SLICE, _up(self.spec.value_head_dim, 32))
+        out = [("S/P 0", 0, ROWS), ("S/P 1", ROWS, 2 * ROWS)]
+        width = min(self.chunk_slices * SLICE, round_up(self.spec.value_head_dim, 32))
         for tile in range(self.query_tiles):
             out.append((f"O {tile}", OUTPUT_COLUMN + 128 * tile, OUTPUT_COLUMN + 128 * tile + width))
         return out
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def supports(spec: AttentionSpec, target: Target) -> str | None:
@@ -131,7 +131,7 @@ def plan_forward(spec: AttentionSpec, target: Target) -> ForwardPlan:
     limit = supports(spec, target)
     if limit is not None:
         raise ValueError(f"no forward plan: {limit}")
-    k_slices, v_slices = -(-spec.head_dim // SLICE), -(-spec.value_head_dim // SLICE)
+    k_slices, v_slices = slices_of(spec.head_dim), slices_of(spec.value_head_dim)
     value_chunks = -(-v_slices // CHUNK_SLICES)
     budget = (target.shared_bytes - HEADER_BYTES) // SLICE_BYTES
 
@@ -193,9 +193,9 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
         "heads": N,
         "group": spec.group_size,
         "k_slices": plan.k_slices,
-        "k_tail_steps": -(-(H - (plan.k_slices - 1) * SLICE) // 16),
+        "k_tail_steps": round_up(tail_of(H), 16) // 16,
         "v_slices": plan.v_slices,
-        "v_tail_columns": _up(Hv - (plan.v_slices - 1) * SLICE, 16),
+        "v_tail_columns": round_up(tail_of(Hv), 16),
         "v_chunks": plan.value_chunks,
         "chunk_slices": plan.chunk_slices,
         "query_slices": plan.query_slices,
@@ -210,7 +210,7 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
         "row_step": 0 if plan.pair_heads else ROWS,
         "head_step": int(plan.pair_heads),
         "has_sinks": int(spec.has_sinks),
-        "score_instruction": common | negate | ((KEYS >> 3) << 17),
+        "score_instruction": common | negate | ((ROWS >> 3) << 17),
         "value_instruction": common | (1 << 16),
     }
     values = {

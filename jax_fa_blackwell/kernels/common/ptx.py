@@ -232,3 +232,45 @@ def tanh(x: Float32) -> Float32:
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:
     """A * b + c, rounded once."""
     return inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
+
+
+def _packed(operation: str, operands: int):
+    """A packed f32x2 instruction on pairs of floats."""
+    names = "abc"[:operands]
+    packs = " ".join(f"mov.b64 {n}, {{{{$r{2 * i}}}, {{$r{2 * i + 1}}}}};" for i, n in enumerate(names))
+    text = (
+        "{ .reg .b64 d, " + ", ".join(names) + "; " + packs + f" {operation} d, " + ", ".join(names) + "; "
+        "mov.b64 {{$w0}, {$w1}}, d; }"
+    )
+
+    def call(*pairs):
+        flat = [value for pair in pairs for value in pair]
+        return inline_ptx(text, write_only_types=[Float32, Float32], read_only_args=flat)
+
+    return call
+
+
+fma2 = _packed("fma.rn.f32x2", 3)
+"""fma2(a, b, c): a * b + c of pairs, each rounded once."""
+add2 = _packed("add.rn.f32x2", 2)
+"""add2(a, b): sums of pairs."""
+sub2 = _packed("sub.rn.f32x2", 2)
+"""sub2(a, b): differences of pairs."""
+mul2 = _packed("mul.rn.f32x2", 2)
+"""mul2(a, b): products of pairs."""
+add2_down = _packed("add.rm.f32x2", 2)
+"""add2_down(a, b): sums of pairs, rounded towards minus infinity."""
+
+
+def max3(a: Float32, b: Float32, c: Float32) -> Float32:
+    """Greatest of three, ignoring NaN."""
+    return inline_ptx("max.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
+
+
+def shift_left_add(x: Float32, bits: int, y: Float32) -> Float32:
+    """(x << bits) + y on the bit patterns."""
+    return inline_ptx(
+        f"{{ .reg .b32 t; shl.b32 t, {{$r0}}, {bits}; add.s32 {{$w0}}, t, {{$r1}}; }}",
+        write_only_types=[Float32],
+        read_only_args=[x, y],
+    )

@@ -39,28 +39,28 @@ least as many slots as both have slices; a smaller ring would deadlock.
 # The DSL is found through a .pth file and rewrites what it decorates: neither is visible to a type checker.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
 import dataclasses
+import os
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, GridConstant, Int32, Int64
 from cutlass.cute.runtime import make_ptr
-from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
+from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.kernels.common import ptx
+from jax_fa_blackwell.kernels.sm100 import slices
+from jax_fa_blackwell.plan.slices import LOG2_E, MAX_SLOTS, ROWS, SLICE, SLICE_BYTES
 
-ROWS = 128  # query rows of a tile: the lanes of Tensor Memory
-KEYS = 128  # keys of a KV block
-SLICE = 64  # head dims of a slice: one 128-byte swizzle row of 16-bit elements
-SLICE_BYTES = ROWS * SLICE * 2
-MAX_SLOTS = 12
+KEYS = ROWS  # keys of a KV block
 TENSOR_MEMORY_COLUMNS = 512
 OUTPUT_COLUMN = 256  # first column of the output accumulators; the score tiles lie below
 THREADS = 512
 SOFTMAX_WARPS, CORRECTION_WARP, MMA_WARP, LOAD_WARP = (0, 8), 8, 12, 13
 RESCALE_THRESHOLD = 8.0  # log2 units that the running maximum may lag behind
 INFINITY = float("inf")
+POLYNOMIAL_EVERY = {"sm_100a": 4, "sm_103a": 0}  # of so many pairs of exponentials one is a polynomial; 0: none
 
 # Byte offsets in shared memory.
 BARRIERS = 0
@@ -76,6 +76,7 @@ class ForwardConfig:
     dtype: str
     query_tiles: int
     soft_cap: bool = False
+    polynomial_every: int = 0
 
     @property
     def packed(self) -> str:
@@ -90,12 +91,16 @@ class Smem:
         names = ("q_full", "q_empty", "s_full", "p_full", "stat_full", "stat_empty", "o_full", "o_ready")
         for index, name in enumerate(names):
             setattr(self, name, base + BARRIERS + 16 * index)
-        self.ring_full = base + BARRIERS + 16 * len(names)
-        self.ring_empty = self.ring_full + 8 * MAX_SLOTS
+        self.ring_barriers = base + BARRIERS + 16 * len(names)
         self.tmem_address = base + TMEM_ADDRESS
         self.scale = base + STATISTICS
         self.maximum = base + STATISTICS + 8 * ROWS
         self.query = base + QUERY
+
+    def ring(self, p, query_tiles: int) -> slices.Ring:
+        """The ring, which lies behind the query tiles."""
+        data = self.query + query_tiles * p.query_slices * SLICE_BYTES
+        return slices.Ring(self.ring_barriers, self.ring_barriers + 8 * MAX_SLOTS, data, p.slots)
 
 
 class Params:
@@ -110,17 +115,20 @@ class Params:
         self.cap = cap
 
 
-def matrix_descriptor(address: Int32) -> Int64:
-    """Shared-memory matrix descriptor: 128-byte swizzle, 1024 bytes between groups of eight rows."""
-    fixed = (1 << 16) | (64 << 32) | (1 << 46) | (2 << 61)
-    fixed = fixed - (1 << 64) if fixed >= 1 << 63 else fixed
-    return Int64(fixed) | Int64((address >> 4) & 0x3FFF)
+def exp2_polynomial(x):
+    """2**x of a pair on the FMA pipe, relative error 8.6e-5; 0 where x <= -127.
 
-
-def advance(slot: Int32, phase: Int32, slots: Int32):
-    """The next ring slot and its phase."""
-    wrapped = Int32(slot + 1 == slots)
-    return (slot + 1) * (1 - wrapped), phase ^ wrapped
+    x = n + f with n the floor: 2**f by the cubic of least relative error on [0, 1) with value 1 at 0 (so that the
+    clamped argument gives 0 exactly), n added to its exponent.
+    """
+    magic = 12582912.0  # 1.5 * 2**23: adding it leaves the integer part in the low bits
+    x = tuple(cute.arch.fmax(value, -127.0) for value in x)
+    shifted = ptx.add2_down(x, (magic, magic))
+    fraction = ptx.sub2(x, ptx.sub2(shifted, (magic, magic)))
+    power = (0.07706693559885025, 0.07706693559885025)
+    for coefficient in (0.2276451736688614, 0.6951166987419128, 1.0):
+        power = ptx.fma2(power, fraction, (coefficient, coefficient))
+    return tuple(ptx.shift_left_add(n, 23, f) for n, f in zip(shifted, power, strict=True))
 
 
 class ForwardKernel:
@@ -172,10 +180,11 @@ class ForwardKernel:
         """The entry: sets up barriers and Tensor Memory, then each warp takes its role."""
         p = Params(scalars, scale, cap)
         smem = Smem(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()))
+        ring = smem.ring(p, self.config.query_tiles)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
-            self.init_barriers(smem)
+            self.init_barriers(smem, ring)
         if warp == MMA_WARP:
             ptx.tcgen05_alloc(smem.tmem_address, TENSOR_MEMORY_COLUMNS)
             ptx.tcgen05_relinquish_alloc_permit()
@@ -194,36 +203,33 @@ class ForwardKernel:
         if warp >= MMA_WARP:
             cute.arch.setmaxregister_decrease(32)
             if warp == MMA_WARP:
-                self.mma(p, smem, tmem, tile_blocks)
+                self.mma(p, smem, ring, tmem, tile_blocks)
             if warp == LOAD_WARP:
                 with cute.arch.elect_one():
                     maps = (q_map.get_ptr().toint(), k_map.get_ptr().toint(), v_map.get_ptr().toint())
-                    self.load(p, smem, tile_blocks, *maps)
+                    self.load(p, smem, ring, tile_blocks, *maps)
 
         cute.arch.sync_threads()
         if warp == MMA_WARP:
             ptx.tcgen05_dealloc(tmem, TENSOR_MEMORY_COLUMNS)
 
     @cute.jit
-    def init_barriers(self, smem):
+    def init_barriers(self, smem, ring):
         """Barrier counts as in the module's table."""
         for tile in cutlass.range_constexpr(2):
             for first in (smem.q_full, smem.q_empty, smem.s_full, smem.o_full):
                 ptx.mbarrier_init(first + 8 * tile, 1)
             for first in (smem.p_full, smem.stat_full, smem.stat_empty, smem.o_ready):
                 ptx.mbarrier_init(first + 8 * tile, 4)
-        for slot in cutlass.range_constexpr(MAX_SLOTS):
-            ptx.mbarrier_init(smem.ring_full + 8 * slot, 1)
-            ptx.mbarrier_init(smem.ring_empty + 8 * slot, 1)
+        ring.init_barriers()
         cute.arch.mbarrier_init_fence()
 
     # --- load ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, p, smem, tile_blocks: cute.Pointer, q_map: Int64, k_map: Int64, v_map: Int64):
+    def load(self, p, smem, ring, tile_blocks: cute.Pointer, q_map: Int64, k_map: Int64, v_map: Int64):
         """Load warp, one thread: query tiles, then slices of keys and values in the order of the MMA warp."""
         tiles = self.config.query_tiles
-        ring = smem.query + tiles * p.query_slices * SLICE_BYTES
         slot, phase, item_phase = Int32(0), Int32(0), Int32(0)
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -236,171 +242,112 @@ class ForwardKernel:
                 if count > 0:
                     barrier = smem.q_full + 8 * tile
                     ptx.mbarrier_arrive_expect_tx(barrier, p.k_slices * SLICE_BYTES)
-                    for index in cutlass.range(p.k_slices, unroll=1):
-                        destination = smem.query + (tile * p.query_slices + index) * SLICE_BYTES
-                        where = (index * SLICE, row + tile * p.row_step, head + tile * p.head_step, batch)
-                        ptx.tma_load(4, destination, q_map, where, barrier)
+                    destination = smem.query + tile * p.query_slices * SLICE_BYTES
+                    tile_row, tile_head = row + tile * p.row_step, head + tile * p.head_step
+                    slices.load_resident(destination, q_map, p.k_slices, tile_row, tile_head, batch, barrier)
             if count > 0:
-                slot, phase = self.load_slices(
-                    p, smem, ring, slot, phase, k_map, 0, p.k_slices, first_block, kv_head, batch
-                )
+                first_key = first_block * KEYS
+                slot, phase = slices.load_streamed(ring, slot, phase, k_map, 0, p.k_slices, first_key, kv_head, batch)
             for index in cutlass.range(count, unroll=1):
-                key_block = first_block + index
+                key = (first_block + index) * KEYS
                 if cutlass.const_expr(tiles == 1):
                     if index + 1 < count:
-                        slot, phase = self.load_slices(
-                            p, smem, ring, slot, phase, k_map, 0, p.k_slices, key_block + 1, kv_head, batch
+                        slot, phase = slices.load_streamed(
+                            ring, slot, phase, k_map, 0, p.k_slices, key + KEYS, kv_head, batch
                         )
-                slot, phase = self.load_slices(
-                    p, smem, ring, slot, phase, v_map, first_slice, v_slices, key_block, kv_head, batch
-                )
+                slot, phase = slices.load_streamed(ring, slot, phase, v_map, first_slice, v_slices, key, kv_head, batch)
                 if cutlass.const_expr(tiles == 2):
                     if index + 1 < count:
-                        slot, phase = self.load_slices(
-                            p, smem, ring, slot, phase, k_map, 0, p.k_slices, key_block + 1, kv_head, batch
+                        slot, phase = slices.load_streamed(
+                            ring, slot, phase, k_map, 0, p.k_slices, key + KEYS, kv_head, batch
                         )
             item_phase = item_phase ^ 1
-
-    @cute.jit
-    def load_slices(self, p, smem, ring, slot, phase, tensor_map, first, slices, key_block, kv_head, batch):
-        """Loads the slices of one KV block into the ring; returns the next slot and phase."""
-        for index in cutlass.range(slices, unroll=1):
-            ptx.mbarrier_wait(smem.ring_empty + 8 * slot, phase ^ 1)
-            barrier = smem.ring_full + 8 * slot
-            ptx.mbarrier_arrive_expect_tx(barrier, SLICE_BYTES)
-            where = ((first + index) * SLICE, key_block * KEYS, kv_head, batch)
-            ptx.tma_load(4, ring + slot * SLICE_BYTES, tensor_map, where, barrier)
-            slot, phase = advance(slot, phase, p.slots)
-        return slot, phase
 
     # --- MMA ----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def mma(self, p, smem, tmem: Int32, tile_blocks: cute.Pointer):
+    def mma(self, p, smem, ring, tmem: Int32, tile_blocks: cute.Pointer):
         """MMA warp: scores of the next block before the values of the present one; elects a thread for each group."""
         tiles = self.config.query_tiles
-        ring = smem.query + tiles * p.query_slices * SLICE_BYTES
         slot, phase, q_phase = Int32(0), Int32(0), Int32(0)
         score = Int32(0)  # number of the next P to consume: its buffer and phase
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         for item in cutlass.range(block, p.items, blocks, unroll=1):
             _, _, _, first_slice, _, count = self.work(p, tile_blocks, item)
-            v_slices = cutlass.min(p.chunk_slices, p.v_slices - first_slice)
             if count > 0:
                 for tile in cutlass.range_constexpr(tiles):
                     ptx.mbarrier_wait(smem.q_full + 8 * tile, q_phase)
                 q_phase = q_phase ^ 1
+                next_slot, next_phase = slot, phase
                 for tile in cutlass.range_constexpr(tiles):
                     buffer = tile if tiles == 2 else score % 2
-                    self.scores(p, smem, ring, tmem + buffer * KEYS, tile, slot, phase, tile == tiles - 1)
-                    with cute.arch.elect_one():
-                        ptx.tcgen05_commit(smem.s_full + 8 * buffer)
-                slot, phase = self.skip(p, slot, phase, p.k_slices)
+                    next_slot, next_phase = self.scores(p, smem, ring, slot, phase, tmem, tile, buffer)
+                slot, phase = next_slot, next_phase
             for index in cutlass.range(count, unroll=1):
+                more = index + 1 < count
                 if cutlass.const_expr(tiles == 2):
-                    next_slot, next_phase = self.skip(p, slot, phase, v_slices)
+                    end_slot, end_phase = slot, phase
                     for tile in cutlass.range_constexpr(2):
                         ptx.mbarrier_wait(smem.p_full + 8 * tile, score & 1)
                         ptx.mbarrier_wait(smem.o_ready + 8 * tile, (score & 1) ^ 1)
-                        ptx.tcgen05_fence_after()
-                        output = tmem + OUTPUT_COLUMN + tile * 128
-                        self.values(
-                            p, smem, ring, output, tmem + tile * KEYS, index, first_slice, slot, phase, tile == 1
+                        end_slot, end_phase = self.values(
+                            p, smem, ring, slot, phase, tmem, tile, tile, first_slice, index > 0
                         )
-                        with cute.arch.elect_one():
-                            ptx.tcgen05_commit(smem.o_full + 8 * tile)
-                        if index + 1 < count:
-                            self.scores(p, smem, ring, tmem + tile * KEYS, tile, next_slot, next_phase, tile == 1)
-                            with cute.arch.elect_one():
-                                ptx.tcgen05_commit(smem.s_full + 8 * tile)
-                    slot, phase = next_slot, next_phase
-                    if index + 1 < count:
-                        slot, phase = self.skip(p, slot, phase, p.k_slices)
+                        if more:
+                            end_slot, end_phase = self.scores(p, smem, ring, end_slot, end_phase, tmem, tile, tile)
+                    slot, phase = end_slot, end_phase
                 else:
-                    if index + 1 < count:
-                        following = (score + 1) % 2
-                        self.scores(p, smem, ring, tmem + following * KEYS, 0, slot, phase, True)
-                        with cute.arch.elect_one():
-                            ptx.tcgen05_commit(smem.s_full + 8 * following)
-                        slot, phase = self.skip(p, slot, phase, p.k_slices)
+                    if more:
+                        slot, phase = self.scores(p, smem, ring, slot, phase, tmem, 0, (score + 1) % 2)
                     buffer = score % 2
                     ptx.mbarrier_wait(smem.p_full + 8 * buffer, (score // 2) & 1)
                     ptx.mbarrier_wait(smem.o_ready, (score & 1) ^ 1)
-                    ptx.tcgen05_fence_after()
-                    self.values(
-                        p, smem, ring, tmem + OUTPUT_COLUMN, tmem + buffer * KEYS, index, first_slice, slot, phase, True
-                    )
-                    with cute.arch.elect_one():
-                        ptx.tcgen05_commit(smem.o_full)
-                    slot, phase = self.skip(p, slot, phase, v_slices)
+                    slot, phase = self.values(p, smem, ring, slot, phase, tmem, 0, buffer, first_slice, index > 0)
                 score = score + 1
 
     @cute.jit
-    def skip(self, p, slot, phase, slices):
-        """The ring position ``slices`` further on; there are more slots than slices of one operand."""
-        moved = slot + slices
-        wrapped = Int32(moved >= p.slots)
-        return moved - wrapped * p.slots, phase ^ wrapped
+    def scores(self, p, smem, ring, slot, phase, tmem, tile: cutlass.Constexpr, buffer):
+        """S = Q K^T; the last tile gives the slots back."""
+        slot, phase = slices.multiply_dims(
+            ring,
+            slot,
+            phase,
+            tmem + buffer * KEYS,
+            smem.query + tile * p.query_slices * SLICE_BYTES,
+            p.k_slices,
+            p.k_tail_steps,
+            p.score_instruction,
+            tile == self.config.query_tiles - 1,
+        )
+        with cute.arch.elect_one():
+            ptx.tcgen05_commit(smem.s_full + 8 * buffer)
+        return slot, phase
 
     @cute.jit
-    def scores(self, p, smem, ring, accumulator, tile: cutlass.Constexpr, slot, phase, release: cutlass.Constexpr):
-        """S = Q K^T, one slice of the head dim after the other."""
-        for index in cutlass.range(p.k_slices, unroll=1):
-            ptx.mbarrier_wait(smem.ring_full + 8 * slot, phase)
-            ptx.tcgen05_fence_after()
-            q = matrix_descriptor(smem.query + (tile * p.query_slices + index) * SLICE_BYTES)
-            k = matrix_descriptor(ring + slot * SLICE_BYTES)
-            steps = Int32(SLICE // 16)
-            if index + 1 == p.k_slices:
-                steps = p.k_tail_steps
-            with cute.arch.elect_one():
-                for step in cutlass.range_constexpr(SLICE // 16):
-                    if step < steps:
-                        # 16 elements of 2 bytes, in units of 16 bytes.
-                        ptx.tcgen05_mma_ss(
-                            accumulator, q + 2 * step, k + 2 * step, p.score_instruction, index + step > 0
-                        )
-                if cutlass.const_expr(release):
-                    ptx.tcgen05_commit(smem.ring_empty + 8 * slot)
-            slot, phase = advance(slot, phase, p.slots)
-
-    @cute.jit
-    def values(
-        self,
-        p,
-        smem,
-        ring,
-        accumulator,
-        probabilities,
-        block_index,
-        first_slice,
-        slot,
-        phase,
-        release: cutlass.Constexpr,
-    ):
-        """O (+)= P V, one slice of the value head dim after the other."""
-        for index in cutlass.range(cutlass.min(p.chunk_slices, p.v_slices - first_slice), unroll=1):
-            ptx.mbarrier_wait(smem.ring_full + 8 * slot, phase)
-            ptx.tcgen05_fence_after()
-            v = matrix_descriptor(ring + slot * SLICE_BYTES)
-            columns = Int32(SLICE)
-            if first_slice + index + 1 == p.v_slices:
-                columns = p.v_tail_columns
-            instruction = p.value_instruction | ((columns >> 3) << 17)
-            with cute.arch.elect_one():
-                for step in cutlass.range_constexpr(KEYS // 16):
-                    # 16 keys: 8 columns of P; two groups of eight rows of V.
-                    ptx.tcgen05_mma_ts(
-                        accumulator + index * SLICE,
-                        probabilities + 8 * step,
-                        v + step * 128,
-                        instruction,
-                        block_index + step > 0,
-                    )
-                if cutlass.const_expr(release):
-                    ptx.tcgen05_commit(smem.ring_empty + 8 * slot)
-            slot, phase = advance(slot, phase, p.slots)
+    def values(self, p, smem, ring, slot, phase, tmem, tile: cutlass.Constexpr, buffer, first_slice, accumulate):
+        """O (+)= P V; the last tile gives the slots back."""
+        ptx.tcgen05_fence_after()
+        count = cutlass.min(p.chunk_slices, p.v_slices - first_slice)
+        tail = Int32(SLICE)
+        if first_slice + count == p.v_slices:
+            tail = p.v_tail_columns
+        slot, phase = slices.multiply_rows(
+            ring,
+            slot,
+            phase,
+            tmem + OUTPUT_COLUMN + tile * ROWS,
+            tmem + buffer * KEYS,
+            [8 * step for step in range(KEYS // 16)],
+            count,
+            tail,
+            p.value_instruction,
+            accumulate,
+            tile == self.config.query_tiles - 1,
+        )
+        with cute.arch.elect_one():
+            ptx.tcgen05_commit(smem.o_full + 8 * tile)
+        return slot, phase
 
     # --- softmax ------------------------------------------------------------------------------------------------
 
@@ -455,11 +402,18 @@ class ForwardKernel:
                         ptx.mbarrier_arrive(smem.stat_full + 8 * tile)
                     stat_phase = stat_phase ^ 1
 
-                block_total = Float32(0.0)
-                for column in cutlass.range_constexpr(KEYS):
-                    s[column] = ptx.ex2(ptx.fma(s[column], p.scale, -shift))
-                    block_total = block_total + s[column]
-                total = total * rescale + block_total
+                sums = [(Float32(0.0), Float32(0.0)) for _ in range(2)]
+                for pair in cutlass.range_constexpr(KEYS // 2):
+                    x = ptx.fma2((s[2 * pair], s[2 * pair + 1]), (p.scale, p.scale), (-shift, -shift))
+                    every = self.config.polynomial_every
+                    if cutlass.const_expr(every > 0 and pair % max(every, 1) == every - 1):
+                        x = exp2_polynomial(x)
+                    else:
+                        x = ptx.ex2(x[0]), ptx.ex2(x[1])
+                    s[2 * pair], s[2 * pair + 1] = x
+                    sums[pair % 2] = ptx.add2(sums[pair % 2], x)
+                block_sums = ptx.add2(sums[0], sums[1])
+                total = total * rescale + (block_sums[0] + block_sums[1])
                 for part in cutlass.range_constexpr(KEYS // 64):
                     packed = [
                         ptx.pack(self.config.packed, s[64 * part + 2 * i], s[64 * part + 2 * i + 1]) for i in range(32)
@@ -498,9 +452,9 @@ class ForwardKernel:
     def row_maximum(self, s, start):
         """Maximum of ``start`` and the row, in four chains."""
         parts = [start, Float32(-INFINITY), Float32(-INFINITY), Float32(-INFINITY)]
-        for column in cutlass.range_constexpr(KEYS):
-            parts[column % 4] = cute.arch.fmax(parts[column % 4], s[column])
-        return cute.arch.fmax(cute.arch.fmax(parts[0], parts[1]), cute.arch.fmax(parts[2], parts[3]))
+        for pair in cutlass.range_constexpr(KEYS // 2):
+            parts[pair % 4] = ptx.max3(parts[pair % 4], s[2 * pair], s[2 * pair + 1])
+        return cute.arch.fmax(ptx.max3(parts[0], parts[1], parts[2]), parts[3])
 
     # --- correction and epilogue --------------------------------------------------------------------------------
 
@@ -585,7 +539,7 @@ class ForwardKernel:
         top = maximum * p.scale  # log2 units
         factor = ptx.rcp(total)
         if p.has_sinks != 0:
-            sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[head] * 1.4426950408889634
+            sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[head] * LOG2_E
             new_top = cute.arch.fmax(top, sink)
             shrink = ptx.ex2(top - new_top)
             total = total * shrink + ptx.ex2(sink - new_top)
@@ -602,32 +556,25 @@ class ForwardKernel:
 
     @cute.jit
     def stage(self, staging, row, chunk, values, factor):
-        """Writes 32 output columns of a row to the swizzled staging tile."""
-        line = staging + (chunk // 2) * SLICE_BYTES + row * 128
+        """Writes 32 output columns of a row to the staging slices."""
         for part in cutlass.range_constexpr(4):
             packed = [
                 ptx.pack(self.config.packed, values[8 * part + 2 * i] * factor, values[8 * part + 2 * i + 1] * factor)
                 for i in range(4)
             ]
-            column = ((chunk % 2) * 4 + part) ^ (row % 8)
-            ptx.st_shared_v4(line + column * 16, packed)
+            slices.stage(staging + (chunk // 2) * SLICE_BYTES, row, (chunk % 2) * 4 + part, packed)
 
 
 def build(name: str, options: dict):
     """The host function and its arguments for the DSL's compiler; the entry's symbol begins with ``name``."""
-    config = ForwardConfig(**options)
+    config = ForwardConfig(**options, polynomial_every=POLYNOMIAL_EVERY[os.environ["CUTE_DSL_ARCH"]])
     element = {"bfloat16": BFloat16, "float16": Float16}[config.dtype]
     forward = ForwardKernel(config)
     ForwardKernel.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     @cute.jit
     def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
-        maps = [
-            create_tensor_map_tiled(
-                f32.toint(), element, [n] * 4, [n] * 3, [SLICE, ROWS, 1, 1], swizzle=TensorMapSwizzle.s128b
-            )
-            for _ in range(4)
-        ]
+        maps = [slices.nominal_tensor_map(f32, element, n) for _ in range(4)]
         forward.kernel(*maps, f32, i32, i32, i32, f32, x, x, (n,) * len(Params.NAMES)).launch(
             grid=(n, 1, 1), block=(THREADS, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1
         )

@@ -1,0 +1,145 @@
+"""Slices of 64 head dims: how the Blackwell kernels hold, load and multiply operands.
+
+A slice is 128 rows (queries or keys) by 64 head dims of 16-bit elements, in the 128-byte swizzle that TMA writes and
+tcgen05.mma reads: 16 KiB, groups of eight rows 1024 bytes apart. Operands lie in memory as [B, rows, heads, dim]. A ring
+of slots in shared memory streams slices; its users on both sides walk the same sequence, so that a slot's number and
+phase follow from counting. Head dims are run-time values: TMA fills what lies beyond the last head dim or row with
+zeros, and the multiplications of the last slice are only as wide as needed.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.experimental.cuda.tensor_map import TensorMapSwizzle, create_tensor_map_tiled
+
+from jax_fa_blackwell.kernels.common import ptx
+from jax_fa_blackwell.plan.slices import MAX_SLOTS, ROWS, SLICE, SLICE_BYTES
+
+
+class Ring:
+    """Slots of streamed slices: ``full`` and ``empty`` are the first barriers, ``data`` the first slot's address."""
+
+    def __init__(self, full: Int32, empty: Int32, data: Int32, slots: Int32):
+        self.full, self.empty, self.data, self.slots = full, empty, data, slots
+
+    def init_barriers(self):
+        """One arrival on each: the load's expect_tx, the commit of the last reader."""
+        for slot in range(MAX_SLOTS):
+            ptx.mbarrier_init(self.full + 8 * slot, 1)
+            ptx.mbarrier_init(self.empty + 8 * slot, 1)
+
+
+def advance(ring: Ring, slot: Int32, phase: Int32):
+    """The next slot and its phase."""
+    # No method of Ring, because the DSL takes a method call in a loop for a change of the object.
+    wrapped = Int32(slot + 1 == ring.slots)
+    return (slot + 1) * (1 - wrapped), phase ^ wrapped
+
+
+def nominal_tensor_map(pointer: cute.Pointer, element: type, extent: Int32):
+    """A tensor map argument for compilation; its box is that of the plan's, its contents are thrown away."""
+    box = [SLICE, ROWS, 1, 1]
+    return create_tensor_map_tiled(
+        pointer.toint(), element, [extent] * 4, [extent] * 3, box, swizzle=TensorMapSwizzle.s128b
+    )
+
+
+def matrix_descriptor(address: Int32) -> Int64:
+    """Shared-memory matrix descriptor of a slice: 128-byte swizzle, 1024 bytes between groups of eight rows."""
+    fixed = (1 << 16) | (64 << 32) | (1 << 46) | (2 << 61)
+    return Int64(fixed) | Int64((address >> 4) & 0x3FFF)
+
+
+@cute.jit
+def load_resident(destination, tensor_map: Int64, slices, row, head, batch, barrier):
+    """Loads the slices of 128 rows side by side; the barrier must expect them."""
+    for index in cutlass.range(slices, unroll=1):
+        ptx.tma_load(4, destination + index * SLICE_BYTES, tensor_map, (index * SLICE, row, head, batch), barrier)
+
+
+@cute.jit
+def load_streamed(ring, slot, phase, tensor_map: Int64, first, slices, row, head, batch):
+    """Loads slices ``first`` and on of 128 rows into the ring; returns the next slot and phase."""
+    for index in cutlass.range(slices, unroll=1):
+        ptx.mbarrier_wait(ring.empty + 8 * slot, phase ^ 1)
+        barrier = ring.full + 8 * slot
+        ptx.mbarrier_arrive_expect_tx(barrier, SLICE_BYTES)
+        where = ((first + index) * SLICE, row, head, batch)
+        ptx.tma_load(4, ring.data + slot * SLICE_BYTES, tensor_map, where, barrier)
+        slot, phase = advance(ring, slot, phase)
+    return slot, phase
+
+
+@cute.jit
+def multiply_dims(
+    ring, slot, phase, accumulator, resident, slices, tail_steps, instruction, release: cutlass.Constexpr
+):
+    """D = A B^T over the head dim: A resident, B streamed, both [rows, dims]; returns slot and phase.
+
+    ``tail_steps`` is the number of 16-wide steps in the last slice. With ``release`` the slots are given back.
+    """
+    for index in cutlass.range(slices, unroll=1):
+        ptx.mbarrier_wait(ring.full + 8 * slot, phase)
+        ptx.tcgen05_fence_after()
+        a = matrix_descriptor(resident + index * SLICE_BYTES)
+        b = matrix_descriptor(ring.data + slot * SLICE_BYTES)
+        steps = Int32(SLICE // 16)
+        if index + 1 == slices:
+            steps = tail_steps
+        with cute.arch.elect_one():
+            for step in cutlass.range_constexpr(SLICE // 16):
+                if step < steps:
+                    # 16 elements of 2 bytes, in units of 16 bytes.
+                    ptx.tcgen05_mma_ss(accumulator, a + 2 * step, b + 2 * step, instruction, index + step > 0)
+            if cutlass.const_expr(release):
+                ptx.tcgen05_commit(ring.empty + 8 * slot)
+        slot, phase = advance(ring, slot, phase)
+    return slot, phase
+
+
+@cute.jit
+def multiply_rows(
+    ring,
+    slot,
+    phase,
+    accumulator,
+    weights,
+    weight_columns: cutlass.Constexpr,
+    slices,
+    tail_columns,
+    instruction,
+    accumulate,
+    release: cutlass.Constexpr,
+):
+    """D (+)= W B over 128 streamed rows: W in Tensor Memory, B [rows, dims]; returns the next slot and phase.
+
+    ``weights`` is the first column of W, ``weight_columns[s]`` the offset of its s-th step of 16 rows; ``tail_columns``
+    the head dims of the last slice, a multiple of 16; ``instruction`` the descriptor without N. D is overwritten where
+    ``accumulate`` is false.
+    """
+    for index in cutlass.range(slices, unroll=1):
+        ptx.mbarrier_wait(ring.full + 8 * slot, phase)
+        ptx.tcgen05_fence_after()
+        b = matrix_descriptor(ring.data + slot * SLICE_BYTES)
+        columns = Int32(SLICE)
+        if index + 1 == slices:
+            columns = tail_columns
+        sized = instruction | ((columns >> 3) << 17)
+        with cute.arch.elect_one():
+            for step in cutlass.range_constexpr(ROWS // 16):
+                # 16 rows of B are two groups of eight.
+                again = True if step > 0 else accumulate
+                ptx.tcgen05_mma_ts(
+                    accumulator + index * SLICE, weights + weight_columns[step], b + step * 128, sized, again
+                )
+            if cutlass.const_expr(release):
+                ptx.tcgen05_commit(ring.empty + 8 * slot)
+        slot, phase = advance(ring, slot, phase)
+    return slot, phase
+
+
+@cute.jit
+def stage(staging, row, part, packed):
+    """Writes 16 bytes, columns 8 * part and on, of a row into a swizzled slice."""
+    ptx.st_shared_v4(staging + row * 128 + ((part ^ (row % 8)) << 4), packed)
