@@ -22,9 +22,15 @@ PATTERNS = {
 }
 
 
-def shared_positions(count: int, swizzle: str, base: int = 0) -> np.ndarray:
-    """For each of `count` bytes of a tile at shared address `base`, the address it really has."""
+def shared_positions(count: int, swizzle: str, base: int = 0, row: int = 0) -> np.ndarray:
+    """For each of `count` bytes of a tile at shared address `base`, the address it really has.
+
+    Rows of `row` bytes (0: as wide as the span) that are narrower than the swizzle's span lie a span apart.
+    """
     address = base + np.arange(count)
+    span = 0 if swizzle == "none" else int(swizzle[:-1])
+    if 0 < row < span:
+        address = base + np.arange(count) // row * span + np.arange(count) % row
     pattern = np.array(PATTERNS[swizzle])
     line, chunk = address // 128, address // 16 % 8
     # Cell [line][position] of the table holds the chunk that lies there; find the position that holds ours.

@@ -20,6 +20,7 @@ struct GlobalSide {
   uint32_t size = 0;
 
   uint32_t bytes() const { return tile ? tile->bytes() : size; }
+  uint32_t shared_bytes() const { return tile ? tile->shared_bytes() : size; }
   void walk(uint32_t base, const std::function<void(const TileRun&)>& visit) const;
   /// Verdict if what will be touched is not inside one buffer of the launch (a tile: its part inside the tensor).
   void check(const Grid& grid, Access access, const char* what) const;

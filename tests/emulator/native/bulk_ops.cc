@@ -56,6 +56,11 @@ GlobalSide global_side(Warp& warp, int lane, const BulkData& data, Access access
     if (data.rows && tile.map.box[1] != 1) {
       fail_lane(lane, Fault::tensor_map, "%s needs a box of 1 row, the tensor map has %u", data.what, tile.map.box[1]);
     }
+    const int64_t start = static_cast<int64_t>(tile.coords[0]) * element_bytes(tile.map.type);
+    if (start % 16 != 0) {  // an H200 raises "illegal instruction"
+      fail_lane(lane, Fault::misaligned, "%s: the box starts at element %d, %lld bytes into its row, expected a multiple of 16 bytes",
+                data.what, tile.coords[0], static_cast<long long>(start));
+    }
     side.tile = tile;
   } else {
     side.address = warp.address(data.map, lane);
@@ -83,16 +88,13 @@ Cta& shared_side(Warp& warp, int lane, const BulkData& data, uint64_t address, c
               data.what, static_cast<unsigned long long>(address), cta.rank, warp.cta->rank);
   }
   if (cta.ended()) fail_lane(lane, Fault::out_of_bounds, "%s: CTA %u of the cluster has ended", data.what, cta.rank);
-  const bool swizzles = global.tile && global.tile->map.swizzle != Swizzle::none;
   const uint32_t alignment = data.tensor ? 128 : 16;
   if (*offset % alignment != 0) {
     fail_lane(lane, Fault::misaligned, "%s: shared address 0x%llx, expected a multiple of %u", data.what,
               static_cast<unsigned long long>(address), alignment);
   }
-  uint32_t bytes = global.bytes();
-  if (swizzles) bytes = (bytes + 127) / 128 * 128;  // chunks move within blocks of 128 bytes
-  cta.shared_at(*offset, bytes, data.what);
-  cta.check_barriers(*offset, bytes, data.what);
+  cta.shared_at(*offset, global.shared_bytes(), data.what);
+  cta.check_barriers(*offset, global.shared_bytes(), data.what);
   return cta;
 }
 
@@ -112,7 +114,7 @@ void add_target(Warp& warp, int lane, const BulkData& data, BulkLoad& load, Load
               target.cta->ended() ? target.cta->rank : target.barrier_cta->rank);
   }
   target.barrier_cta->barriers.at(*target.barrier_cta, target.barrier);  // verdict unless initialised
-  target.cta->check_barriers(target.offset, load.global.bytes(), data.what);
+  target.cta->check_barriers(target.offset, load.global.shared_bytes(), data.what);
   load.targets.push_back(target);
 }
 

@@ -34,8 +34,8 @@ uint32_t TensorMapData::sum() const {  // FNV-1a
   return hash;
 }
 
-uint32_t TensorMapData::box_bytes() const {
-  uint32_t count = row_bytes();
+uint32_t TensorMapData::box_rows() const {
+  uint32_t count = 1;
   for (int i = 1; i < rank; ++i) count *= box_elements(i);
   return count;
 }
@@ -68,6 +68,13 @@ uint32_t swizzle_span(Swizzle swizzle) {
 }
 
 }  // namespace
+
+uint32_t TensorMapData::pitch() const { return std::max(row_bytes(), swizzle_span(swizzle)); }
+
+uint32_t Tile::shared_bytes() const {
+  const uint32_t all = (rows ? 4 : map.box_rows()) * map.pitch();
+  return map.swizzle == Swizzle::none ? all : (all + 127) / 128 * 128;  // chunks move within lines of 128 bytes
+}
 
 std::string TensorMapData::describe() const {
   return std::string(tma_type_name(type)) + " " + list(dims, rank) + " box " + list(box, rank) + " swizzle " + swizzle_name(swizzle);
@@ -145,7 +152,7 @@ void walk_row(const TensorMapData& map, int64_t column, uint64_t row_address, bo
 }  // namespace
 
 void Tile::walk(uint32_t base, const std::function<void(const TileRun&)>& visit) const {
-  const uint32_t pitch = map.row_bytes();
+  const uint32_t pitch = map.pitch();
   if (rows) {
     for (int i = 0; i < 4; ++i) {
       const int64_t row = coords[static_cast<size_t>(i) + 1];

@@ -46,8 +46,11 @@ struct TensorMapData {
     return (box[dimension] + element_strides[dimension] - 1) / element_strides[dimension];
   }
   uint32_t row_bytes() const { return box_elements(0) * element_bytes(type); }
-  /// Bytes of a whole box in shared memory, which is what a load adds to complete_tx.
-  uint32_t box_bytes() const;
+  /// Distance of rows in shared memory: a row narrower than the swizzle's span still takes the span (H200).
+  uint32_t pitch() const;
+  uint32_t box_rows() const;
+  /// Bytes of a whole box, which is what a load adds to complete_tx.
+  uint32_t box_bytes() const { return box_rows() * row_bytes(); }
   /// "bf16 [1024, 64] box [64, 128] swizzle 128B"
   std::string describe() const;
 };
@@ -84,6 +87,8 @@ struct Tile {
   bool rows = false;
 
   uint32_t bytes() const { return rows ? 4 * map.row_bytes() : map.box_bytes(); }
+  /// Bytes of shared memory from the base on that the tile may touch.
+  uint32_t shared_bytes() const;
   /// Calls visit for every run of the tile placed at shared offset `base`, in ascending order of unswizzled offsets.
   void walk(uint32_t base, const std::function<void(const TileRun&)>& visit) const;
   /// True if a coordinate is negative (which stores do not allow).
