@@ -7,6 +7,7 @@ namespace emu {
 Warp::~Warp() {
   delete bulk;
   delete copies;
+  delete copy_list;
 }
 
 Step Warp::block(Wait::Kind kind, const char* what, uint32_t object, uint32_t parity, bool may_time_out) {
@@ -28,6 +29,16 @@ ThreadGroups& Warp::copy_groups(int lane) {
   if (!copies) copies = new std::array<ThreadGroups, kLanes>;
   return (*copies)[lane];
 }
+
+std::vector<uint64_t>& Warp::copy_id_list(int lane) {
+  if (!copy_list) copy_list = new std::array<std::vector<uint64_t>, kLanes>;
+  std::vector<uint64_t>& list = (*copy_list)[lane];
+  const AsyncQueue& queue = cta->cluster->async;
+  list.erase(std::remove_if(list.begin(), list.end(), [&](uint64_t id) { return queue.complete(id); }), list.end());
+  return list;
+}
+
+std::vector<uint64_t> Warp::copy_ids(int lane) { return copy_list ? copy_id_list(lane) : std::vector<uint64_t>(); }
 
 Agent Warp::agent(int lane) const {
   Agent out;

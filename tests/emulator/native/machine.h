@@ -110,6 +110,7 @@ struct alignas(64) Warp {
   std::vector<uint32_t> maxnreg_history;   // immediates of setmaxnreg, in order
   std::array<ThreadGroups, kLanes>* bulk = nullptr;      // cp.async.bulk groups, made on demand
   std::array<ThreadGroups, kLanes>* copies = nullptr;    // cp.async groups
+  std::array<std::vector<uint64_t>, kLanes>* copy_list = nullptr;   // ids of cp.async operations, perhaps complete
   std::shared_ptr<struct TensorTraffic> tensor;          // tcgen05.ld and .st in flight (tensor.h)
   bool loads_pending = false;                            // a tcgen05.ld has not yet filled its registers
   ~Warp();
@@ -125,6 +126,9 @@ struct alignas(64) Warp {
   Step block(Wait::Kind kind, const char* what, uint32_t object = 0, uint32_t parity = 0, bool may_time_out = false);
   ThreadGroups& bulk_groups(int lane);
   ThreadGroups& copy_groups(int lane);
+  std::vector<uint64_t>& copy_id_list(int lane);
+  /// The lane's cp.async operations that are in flight.
+  std::vector<uint64_t> copy_ids(int lane);
   Agent agent(int lane) const;
 
   /// Ends the lanes of `mask` (Step::exit follows).
@@ -159,6 +163,7 @@ struct Cta {
   uint8_t* shared = nullptr;                // [kSharedBase + static + dynamic]; offsets below kSharedBase are illegal
   uint32_t shared_end = 0;
   std::vector<uint64_t> live_words;         // bit per 8-byte word of shared memory: holds a live mbarrier
+  uint32_t barriers_low = 0xffffffffu, barriers_high = 0;   // offsets between which all live mbarriers lie
   MbarrierTable barriers;
   std::array<NamedBarrier, 16> named;
   TensorMemory tensor;
@@ -207,6 +212,7 @@ struct Cluster {
   uint32_t threads = 0, exited = 0;
   bool finished = false;
   bool stuck = false;                       // nothing can run and nothing is in flight
+  bool cancel_failed = false;               // a clusterlaunchcontrol.try_cancel of this cluster has failed
   bool grid_phase = false;                  // global memory may be touched in order (see Grid)
   std::unique_ptr<Verdict> error;
   std::map<std::string, uint64_t> mma_counts;

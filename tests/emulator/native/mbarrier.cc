@@ -1,5 +1,7 @@
 #include "mbarrier.h"
 
+#include <algorithm>
+
 #include "machine.h"
 
 namespace emu {
@@ -24,6 +26,10 @@ void mark(Cta& cta, uint32_t offset, bool live) {
   uint64_t& word = cta.live_words.at(offset / 512);
   uint64_t bit = 1ull << (offset / 8 % 64);
   word = live ? word | bit : word & ~bit;
+  if (live) {
+    cta.barriers_low = std::min(cta.barriers_low, offset);
+    cta.barriers_high = std::max(cta.barriers_high, offset + 8);
+  }
 }
 
 }  // namespace
