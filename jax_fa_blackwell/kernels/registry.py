@@ -141,6 +141,49 @@ KERNELS: dict[str, Kernel] = {
                 value_instruction="int32",
             ),
         ),
+        Kernel(
+            "backward_sm100",
+            ("sm100/backward.py", "sm100/slices.py", "common/ptx.py", "../plan/slices.py"),
+            abi.parameters(
+                a1_map="tensor_map",
+                a2_map="tensor_map",
+                b1_map="tensor_map",
+                b2_map="tensor_map",
+                c1_map="tensor_map",
+                c2_map="tensor_map",
+                lse="pointer",
+                delta="pointer",
+                low="pointer",
+                high="pointer",
+                blocks="pointer",
+                scale="float32",
+                cap="float32",
+                out_scale="float32",
+                rows="int32",
+                columns="int32",
+                row_heads="int32",
+                column_heads="int32",
+                group="int32",
+                a1_slices="int32",
+                a1_tail_columns="int32",
+                a2_slices="int32",
+                a2_tail_columns="int32",
+                a2_resident="int32",
+                c1_part="int32",
+                c2_part="int32",
+                parts="int32",
+                slots="int32",
+                rows_form="int32",
+                mask_low="int32",
+                mask_high="int32",
+                items="int32",
+                row_groups="int32",
+                heavy_last="int32",
+                score_instruction="int32",
+                gradient_instruction="int32",
+                row_instruction="int32",
+            ),
+        ),
     )
 }
 
@@ -168,7 +211,18 @@ def _variants() -> list[KernelVariant]:
         for query_tiles in (1, 2)
         for soft_cap in (False, True)
     ]
-    return delta + forward
+    backward = [
+        KernelVariant(
+            backward_name(dtype, transposed, soft_cap),
+            "backward_sm100",
+            (("dtype", dtype), ("transposed", transposed), ("soft_cap", soft_cap)),
+            ("sm_100a", "sm_103a"),
+        )
+        for dtype in ("bfloat16", "float16")
+        for transposed in (False, True)
+        for soft_cap in (False, True)
+    ]
+    return delta + forward + backward
 
 
 def forward_name(dtype: str, query_tiles: int, soft_cap: bool) -> str:
@@ -176,11 +230,17 @@ def forward_name(dtype: str, query_tiles: int, soft_cap: bool) -> str:
     return f"forward_sm100_{dtype}_{query_tiles}tile" + ("_cap" if soft_cap else "")
 
 
+def backward_name(dtype: str, transposed: bool, soft_cap: bool) -> str:
+    """Name of a variant of the Blackwell backward kernel: for dK and dV (transposed) or for dQ."""
+    return f"backward_sm100_{dtype}_{'dkdv' if transposed else 'dq'}" + ("_cap" if soft_cap else "")
+
+
 VARIANTS: dict[str, KernelVariant] = {variant.name: variant for variant in _variants()}
 
 SETS: dict[str, tuple[str, ...]] = {
     "core": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "delta"),
     "forward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "forward_sm100"),
+    "backward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "backward_sm100"),
 }
 """Named lists of variants; "core" is what the wheel carries."""
 

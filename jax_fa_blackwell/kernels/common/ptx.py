@@ -274,3 +274,10 @@ def shift_left_add(x: Float32, bits: int, y: Float32) -> Float32:
         write_only_types=[Float32],
         read_only_args=[x, y],
     )
+
+
+def ld_shared_f32x2(address: Int32) -> tuple[Float32, Float32]:
+    """Loads two floats from an 8-byte aligned address."""
+    return inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32, Float32], read_only_args=[address]
+    )

@@ -221,7 +221,7 @@ class ForwardKernel:
                 ptx.mbarrier_init(first + 8 * tile, 1)
             for first in (smem.p_full, smem.stat_full, smem.stat_empty, smem.o_ready):
                 ptx.mbarrier_init(first + 8 * tile, 4)
-        ring.init_barriers()
+        slices.init_barriers(ring)
         cute.arch.mbarrier_init_fence()
 
     # --- load ---------------------------------------------------------------------------------------------------

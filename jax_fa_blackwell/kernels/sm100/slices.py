@@ -1,9 +1,9 @@
 """Slices of 64 head dims: how the Blackwell kernels hold, load and multiply operands.
 
 A slice is 128 rows (queries or keys) by 64 head dims of 16-bit elements, in the 128-byte swizzle that TMA writes and
-tcgen05.mma reads: 16 KiB, groups of eight rows 1024 bytes apart. Operands lie in memory as [B, rows, heads, dim]. A ring
-of slots in shared memory streams slices; its users on both sides walk the same sequence, so that a slot's number and
-phase follow from counting. Head dims are run-time values: TMA fills what lies beyond the last head dim or row with
+tcgen05.mma reads: 16 KiB, groups of eight rows 1024 bytes apart. Operands lie in memory as [B, rows, heads, dim]. A
+ring of slots in shared memory streams slices; its users on both sides walk the same sequence, so that a slot's number
+and phase follow from counting. Head dims are run-time values: TMA fills what lies beyond the last head dim or row with
 zeros, and the multiplications of the last slice are only as wide as needed.
 """
 
@@ -23,16 +23,18 @@ class Ring:
     def __init__(self, full: Int32, empty: Int32, data: Int32, slots: Int32):
         self.full, self.empty, self.data, self.slots = full, empty, data, slots
 
-    def init_barriers(self):
-        """One arrival on each: the load's expect_tx, the commit of the last reader."""
-        for slot in range(MAX_SLOTS):
-            ptx.mbarrier_init(self.full + 8 * slot, 1)
-            ptx.mbarrier_init(self.empty + 8 * slot, 1)
+
+# Functions, not methods of Ring: the DSL takes a method call in a loop or branch for a change of the object.
+@cute.jit
+def init_barriers(ring: Ring):
+    """One arrival on each barrier: the load's expect_tx, the commit of the last reader."""
+    for slot in cutlass.range_constexpr(MAX_SLOTS):
+        ptx.mbarrier_init(ring.full + 8 * slot, 1)
+        ptx.mbarrier_init(ring.empty + 8 * slot, 1)
 
 
 def advance(ring: Ring, slot: Int32, phase: Int32):
     """The next slot and its phase."""
-    # No method of Ring, because the DSL takes a method call in a loop for a change of the object.
     wrapped = Int32(slot + 1 == ring.slots)
     return (slot + 1) * (1 - wrapped), phase ^ wrapped
 
