@@ -117,7 +117,7 @@ def plan_backward(spec: AttentionSpec, target: Target) -> tuple[Pass, ...]:
         Pass(spec, target, True, min(Hv, OUTPUT_SLICES), 0),
         Pass(spec, target, True, 0, min(H, OUTPUT_SLICES)),
     )
-    choices = [apart]
+    choices: list[tuple[Pass, ...]] = [apart]
     if H + Hv <= OUTPUT_SLICES:
         choices.append((Pass(spec, target, True, Hv, H),))
     return (dq, *min(choices, key=lambda passes: sum(one.gemms for one in passes)))
