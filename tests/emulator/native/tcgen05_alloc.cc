@@ -146,7 +146,7 @@ Step meet(Warp& warp, Request& mine, Request& theirs) {
       }
     } else {
       free_columns(cta, mine.column, mine.count);
-      free_columns(peer, theirs.column, theirs.count);
+      if (!theirs.detached) free_columns(peer, theirs.column, theirs.count);
     }
     if (column >= 0) {
       mine.granted = theirs.granted = true;
@@ -224,7 +224,8 @@ Step run_dealloc(Warp& warp, const Instruction& in, uint32_t mask) {
     // It may or may not block; both must work.
     const bool blocks = cluster.async.mode == AsyncMode::lazy || (cluster.async.mode == AsyncMode::random && cluster.random.below(2) == 0);
     if (!blocks && theirs.kind == Request::Kind::none) {
-      mine.detached = true;
+      mine.detached = true;   // the warp may even end before the peer comes
+      free_columns(cta, taddr, count);
       return Step::next;
     }
   }

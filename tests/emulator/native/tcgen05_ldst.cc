@@ -183,8 +183,8 @@ void take_address(Decoder& decoder, const Statement& s, const Operand& operand, 
 
 void take_split(Decoder& decoder, const Statement& s, const Operand& operand, TensorAccess* access) {
   const int64_t split = decoder.immediate(operand);
-  if (split < 0 || split >= TensorMemory::kColumns || (access->packed && split % 2)) {
-    unsupported(s, format("immHalfSplitoff is %lld; it is a column offset (even with packing)", static_cast<long long>(split)));
+  if (split < 0 || split >= TensorMemory::kColumns) {
+    unsupported(s, format("immHalfSplitoff is %lld; it is an offset of columns, 0 to 511", static_cast<long long>(split)));
   }
   access->split = static_cast<uint32_t>(split);
 }

@@ -85,11 +85,10 @@ void land(Warp& warp, const PendingLoad& load) {
       continue;
     }
     for (uint32_t t = 0; t < kLanes; ++t) {
-      uint32_t lane, column;
-      load.access.cell(t, r, &lane, &column);
-      lane += load.lane;
+      const auto [row, column] = load.access.cell(t, r);
+      const uint32_t lane = load.lane + row;
       if (load.access.packed) {
-        const uint32_t low = memory.word(lane, load.column + 2 * column), high = memory.word(lane, load.column + 2 * column + 1);
+        const uint32_t low = memory.word(lane, load.column + column), high = memory.word(lane, load.column + column + 1);
         out[t] = (low & 0xffff) | high << 16;
       } else {
         out[t] = memory.word(lane, load.column + column);
@@ -113,13 +112,12 @@ void land(Warp& warp, const PendingStore& store) {
       continue;
     }
     for (uint32_t t = 0; t < kLanes; ++t) {
-      uint32_t lane, column;
-      store.access.cell(t, r, &lane, &column);
-      lane += store.lane;
+      const auto [row, column] = store.access.cell(t, r);
+      const uint32_t lane = store.lane + row;
       if (store.access.packed) {
         // One 16-bit element a column, in its low half; what the high half becomes is not stated, so it is poison.
-        memory.word(lane, store.column + 2 * column) = static_cast<uint32_t>(kPoisonHalf) << 16 | (in[t] & 0xffff);
-        memory.word(lane, store.column + 2 * column + 1) = static_cast<uint32_t>(kPoisonHalf) << 16 | in[t] >> 16;
+        memory.word(lane, store.column + column) = static_cast<uint32_t>(kPoisonHalf) << 16 | (in[t] & 0xffff);
+        memory.word(lane, store.column + column + 1) = static_cast<uint32_t>(kPoisonHalf) << 16 | in[t] >> 16;
       } else {
         memory.word(lane, store.column + column) = in[t];
       }
@@ -265,29 +263,16 @@ uint32_t TensorAccess::columns() const {
   return per_repeat * repeat * (packed ? 2 : 1);
 }
 
-void TensorAccess::cell(uint32_t t, uint32_t r, uint32_t* lane, uint32_t* column) const {
+TensorAccess::Cell TensorAccess::cell(uint32_t t, uint32_t r) const {
+  const uint32_t scale = packed ? 2 : 1;
   switch (shape) {
-    case Shape::l32x32b:
-      *lane = t;
-      *column = r;
-      return;
-    case Shape::l16x64b:
-      *lane = t / 4 + 8 * (t % 2);
-      *column = t / 2 % 2 + 2 * r;
-      return;
-    case Shape::l16x128b:
-      *lane = t / 4 + 8 * (r % 2);
-      *column = t % 4 + 4 * (r / 2);
-      return;
-    case Shape::l16x256b:
-      *lane = t / 4 + 8 * (r / 2 % 2);
-      *column = 2 * (t % 4) + r % 2 + 8 * (r / 4);
-      return;
-    case Shape::l16x32bx2:
-      *lane = t % 16;
-      *column = r + (t / 16) * (packed ? split / 2 : split);
-      return;
+    case Shape::l32x32b: break;
+    case Shape::l16x64b: return {t / 4 + 8 * (t % 2), scale * (t / 2 % 2 + 2 * r)};
+    case Shape::l16x128b: return {t / 4 + 8 * (r % 2), scale * (t % 4 + 4 * (r / 2))};
+    case Shape::l16x256b: return {t / 4 + 8 * (r / 2 % 2), scale * (2 * (t % 4) + r % 2 + 8 * (r / 4))};
+    case Shape::l16x32bx2: return {t % 16, scale * r + t / 16 * split};
   }
+  return {t, scale * r};
 }
 
 TensorRects TensorAccess::rects(uint32_t rank, uint32_t lane, uint32_t column) const {

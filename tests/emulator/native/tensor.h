@@ -104,8 +104,9 @@ struct TensorAccess {
   /// Columns that one access touches, from its base on.
   uint32_t columns() const;
   uint32_t lanes() const { return shape == Shape::l32x32b ? 32 : 16; }
-  /// Cell of register r of thread t, relative to the base; column counts packed pairs as one.
-  void cell(uint32_t thread, uint32_t r, uint32_t* lane, uint32_t* column) const;
+  struct Cell { uint32_t lane, column; };
+  /// Cell of register r of thread t, relative to the base; packed: the first of its two columns.
+  Cell cell(uint32_t t, uint32_t r) const;
   TensorRects rects(uint32_t rank, uint32_t lane, uint32_t column) const;
 };
 
