@@ -7,13 +7,18 @@ BIN := $(VENV)/bin
 # CMake and the C++ compiler come from the system; everything else from the package index.
 SOURCES := pyproject.toml $(wildcard ffi/*)
 
-.PHONY: demo test lint bench wheel clean env-examples env-test env-lint
+.PHONY: demo test lint bench wheel clean emulator env-examples env-test env-lint
 
 demo: env-examples
 	$(BIN)/python examples/train_lm.py
 
-test: env-test
+test: env-test emulator
 	$(BIN)/python -m pytest -m "$(SELECT)"
+
+# The PTX emulator that tests run kernels in.
+emulator:
+	cmake -S tests/emulator/native -B build/emulator -DCMAKE_BUILD_TYPE=Release
+	cmake --build build/emulator --parallel
 
 lint: env-lint
 	$(BIN)/ruff check .

@@ -76,7 +76,7 @@ WaitRow describe_wait(const Cluster& cluster, const Warp& warp, const Fragment& 
                     static_cast<unsigned long long>(b.phase), b.pending, b.expected, static_cast<long long>(b.tx));
       extra = format(", \"barrier\": {\"address\": %u, \"parity\": %u, \"phase\": %llu, \"pending\": %u, \"expected\": %u, \"tx_bytes\": %lld, \"init_line\": %d}",
                      wait.object, wait.parity, static_cast<unsigned long long>(b.phase), b.pending, b.expected, static_cast<long long>(b.tx), b.init_line);
-      out.bytes_never_match = b.pending == 0 && b.tx != 0 && cluster.async.empty();
+      out.bytes_never_match = b.tx < 0 && cluster.async.empty();
     }
   } else if (wait.kind == Wait::Kind::named_barrier) {
     const NamedBarrier& b = warp.cta->named[wait.object & 15];

@@ -1,0 +1,227 @@
+"""What a run tells: Report on success, Verdict on failure."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """Threads of one warp that stand at the same instruction and cannot go on.
+
+    Attributes:
+      cta: %ctaid; rank: %cluster_ctarank; warp: %warpid; lanes: mask.
+      line, text: the instruction in the PTX; source: "file:line" of the kernel's source, or "".
+      waits_for: what, in words.
+      barrier: its state by name (address, parity, phase, pending, expected, tx_bytes; a named barrier: number, arrived,
+        expected); empty for other waits.
+    """
+
+    cta: tuple[int, int, int]
+    rank: int
+    warp: int
+    lanes: int
+    line: int
+    text: str
+    source: str
+    waits_for: str
+    barrier: Mapping[str, int]
+
+
+class Verdict(Exception):
+    """The program under emulation is wrong.
+
+    Attributes:
+      fault: the kind of fault, a name of native/error.h ("deadlock", "out_of_bounds", ...).
+      message: what happened, with values.
+      line, text: the PTX line at fault (0 and "" if none).
+      where: CTA, warp, lane, source line.
+      waiting: for standstills, everything that waits.
+    """
+
+    def __init__(self, fault: str, message: str, line: int, text: str, where: str, waiting: tuple[Waiting, ...] = ()):
+        self.fault, self.message, self.line, self.text, self.where, self.waiting = (
+            fault,
+            message,
+            line,
+            text.strip(),
+            where,
+            waiting,
+        )
+        lines = [f"{fault}: {message}"]
+        if line:
+            lines.append(f"  line {line}: {self.text}")
+        if where:
+            lines.append(f"  {where}")
+        super().__init__("\n".join(lines))
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Verdict:
+        """From the library's JSON."""
+        waiting = tuple(
+            Waiting(
+                tuple(row["cta"]),
+                row["rank"],
+                row["warp"],
+                row["lanes"],
+                row["line"],
+                row["text"],
+                row["source"],
+                row["waits_for"],
+                row.get("barrier", {}),
+            )
+            for row in data["waiting"]
+        )
+        return Verdict(data["kind"], data["message"], data["line"], data["text"], data["where"], waiting)
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceRow:
+    """A stretch of one warp's run. Times count warp instructions of its cluster.
+
+    Attributes:
+      cluster, cta, warp: cluster in the grid, %cluster_ctarank, %warpid.
+      begin, end: half open.
+      line: the PTX line at which the stretch ended.
+    """
+
+    cluster: int
+    cta: int
+    warp: int
+    begin: int
+    end: int
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Counts of one launch, or of the launches of a plan.
+
+    Attributes:
+      entry: kernel names, joined by ", ".
+      instructions: warp instructions executed.
+      by_opcode, by_warp, by_line: the same by full mnemonic, by %warpid, by PTX line.
+      mma: tensor-core operations by kind and shape.
+      tma_bytes_in, tma_bytes_out: bytes that bulk copies brought to shared memory, and took from it.
+      tmem_peak_columns: most Tensor Memory columns that one CTA had allocated.
+      shared_bytes: of one CTA, static and dynamic.
+      registers: of one thread at launch, as setmaxnreg counts.
+      barrier_waits, barrier_stalls: lanes that passed an mbarrier wait, and that were told to go on waiting.
+      trace: rows of time per warp, if the launch asked for them.
+    """
+
+    entry: str
+    instructions: int
+    by_opcode: Mapping[str, int]
+    by_warp: tuple[int, ...]
+    by_line: Mapping[int, int]
+    mma: Mapping[str, int]
+    tma_bytes_in: int
+    tma_bytes_out: int
+    tmem_peak_columns: int
+    shared_bytes: int
+    registers: int
+    barrier_waits: int
+    barrier_stalls: int
+    trace: tuple[TraceRow, ...] = ()
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Report:
+        """From the library's JSON."""
+        return Report(
+            entry=data["entry"],
+            instructions=data["instructions"],
+            by_opcode=data["by_opcode"],
+            by_warp=tuple(data["by_warp"]),
+            by_line={int(line): count for line, count in data["lines"].items()},
+            mma=data["mma"],
+            tma_bytes_in=data["tma_bytes_in"],
+            tma_bytes_out=data["tma_bytes_out"],
+            tmem_peak_columns=data["peak_tensor_columns"],
+            shared_bytes=data["shared_bytes"],
+            registers=data["registers"],
+            barrier_waits=data["barrier_waits"],
+            barrier_stalls=data["barrier_stalls"],
+            trace=tuple(TraceRow(*row) for row in data["trace"]),
+        )
+
+    @staticmethod
+    def merge(reports: list[Report]) -> Report:
+        """Sums of several launches; the largest of what is a size. Lines and traces of different kernels are dropped."""
+        if len(reports) == 1:
+            return reports[0]
+        by_opcode, mma = collections.Counter(), collections.Counter()
+        for report in reports:
+            by_opcode.update(report.by_opcode)
+            mma.update(report.mma)
+        warps = max((len(report.by_warp) for report in reports), default=0)
+        padded = [report.by_warp + (0,) * (warps - len(report.by_warp)) for report in reports]
+
+        def total(name: str) -> int:
+            return sum(getattr(report, name) for report in reports)
+
+        def largest(name: str) -> int:
+            return max((getattr(report, name) for report in reports), default=0)
+
+        return Report(
+            entry=", ".join(report.entry for report in reports),
+            instructions=total("instructions"),
+            by_opcode=dict(by_opcode),
+            by_warp=tuple(sum(column) for column in zip(*padded, strict=True)),
+            by_line={},
+            mma=dict(mma),
+            tma_bytes_in=total("tma_bytes_in"),
+            tma_bytes_out=total("tma_bytes_out"),
+            tmem_peak_columns=largest("tmem_peak_columns"),
+            shared_bytes=largest("shared_bytes"),
+            registers=largest("registers"),
+            barrier_waits=total("barrier_waits"),
+            barrier_stalls=total("barrier_stalls"),
+        )
+
+    def table(self, count: int = 20) -> str:
+        """The counts as text, with the `count` most frequent opcodes."""
+        lines = [f"{self.entry}", f"{self.instructions:>14,} warp instructions"]
+        lines += [f"{n:>14,} {name}" for name, n in sorted(self.by_opcode.items(), key=lambda item: -item[1])[:count]]
+        lines += [f"{n:>14,} MMA {name}" for name, n in sorted(self.mma.items())]
+        lines.append(f"{self.tma_bytes_in:>14,} bytes copied to shared memory, {self.tma_bytes_out:,} from it")
+        lines.append(
+            f"{self.tmem_peak_columns:>14,} Tensor Memory columns, {self.shared_bytes:,} bytes of shared memory"
+        )
+        lines.append(f"{self.barrier_waits:>14,} mbarrier waits passed, {self.barrier_stalls:,} stalled")
+        return "\n".join(lines)
+
+    def plot(self, path: str | pathlib.Path, cluster: int = 0) -> None:
+        """Draws the trace of one cluster as rows of time per warp, coloured by PTX line, to an image file.
+
+        Raises:
+          ValueError: the launch recorded no trace of that cluster.
+        """
+        rows = [row for row in self.trace if row.cluster == cluster]
+        if not rows:
+            raise ValueError(f'no trace of cluster {cluster}; launch with trace="role"')
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        warps = sorted({(row.cta, row.warp) for row in rows})
+        place = {warp: i for i, warp in enumerate(warps)}
+        lines = sorted({row.line for row in rows})
+        colours = pyplot.get_cmap("turbo")
+        figure, axes = pyplot.subplots(figsize=(14, 1 + 0.3 * len(warps)), layout="constrained")
+        for row in rows:
+            colour = colours(lines.index(row.line) / max(len(lines) - 1, 1))
+            axes.broken_barh(
+                [(row.begin, row.end - row.begin)], (place[row.cta, row.warp] - 0.4, 0.8), facecolor=colour
+            )
+        axes.set_yticks(range(len(warps)), [f"CTA {cta} warp {warp}" for cta, warp in warps])
+        axes.invert_yaxis()
+        axes.set_xlabel("warp instructions of the cluster")
+        axes.set_title(self.entry[:80])
+        figure.savefig(path, dpi=100)
+        pyplot.close(figure)
