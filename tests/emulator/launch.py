@@ -56,7 +56,7 @@ class Schedule:
 
     Attributes:
       seed: of the order of warps and the lengths of their turns.
-      async_: "eager": asynchronous copies and MMAs land at once; "lazy": when nothing else can run; "random": in between.
+      async_: "eager": asynchronous copies and MMAs land at once; "lazy": when nothing else can run; "random": between.
       spurious_wait: probability that try_wait returns false though its phase is complete.
       threads: host threads; 0 is one a core. The result does not depend on it.
     """
@@ -79,8 +79,8 @@ class Checks:
 
     Attributes:
       leaks: rules for the end of a CTA (operations in flight, byte counts, Tensor Memory, named barriers).
-      spin_limit: warp instructions of a cluster without any store, barrier operation or copy after which threads that poll
-        count as deadlocked.
+      spin_limit: warp instructions of a cluster without any store, barrier operation or copy after which threads that
+        poll count as deadlocked.
     """
 
     leaks: bool = True
@@ -291,7 +291,9 @@ class Program:
         self.instructions: int = about["instructions"]
         self.entries = {}
         for entry in about["entries"]:
-            fields = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+            fields: dict[str, Any] = dict(entry)
+            for name in ("reqntid", "maxntid", "cluster"):
+                fields[name] = tuple(entry[name])
             fields["params"] = tuple(tuple(param) for param in entry["params"])
             self.entries[entry["name"]] = Entry(**fields)
 
@@ -325,8 +327,8 @@ class Program:
           entry: its name; None if the program has only one.
           grid, block, cluster: extents in x, y, z; grid in blocks.
           shared_bytes: dynamic shared memory of a block.
-          params: one for each parameter: a numpy array (passed as the device address of its first element; read-only if the
-            array is), a Pointer, a TensorMap, a numpy scalar, or bytes.
+          params: one for each parameter: a numpy array (passed as the device address of its first element; read-only if
+            the array is), a Pointer, a TensorMap, a numpy scalar, or bytes.
           check: what to check.
           schedule: which order of events to take.
           trace: "role" records rows of time per warp in the report.
@@ -407,7 +409,8 @@ def _encode(index: int, param: Any, memory: _Memory) -> bytes:
     if isinstance(param, bytes | bytearray):
         return bytes(param)
     raise ValueError(
-        f"parameter {index} must be a numpy array, Pointer, TensorMap, numpy scalar or bytes; got {type(param).__name__} {param!r}"
+        f"parameter {index} must be a numpy array, Pointer, TensorMap, numpy scalar or bytes; "
+        f"got {type(param).__name__} {param!r}"
     )
 
 

@@ -52,7 +52,8 @@ def run_plan(
       schedule, check: as Program.launch.
 
     Returns:
-      The results as flat uint8 arrays (bytes never written hold the NaN pattern 0x7fff7fff), and the sums of all launches.
+      The results as flat uint8 arrays (bytes never written hold the NaN pattern 0x7fff7fff), and the sums of all
+      launches.
 
     Raises:
       ValueError: operands do not match the plan.

@@ -32,7 +32,7 @@ class Waiting:
     barrier: Mapping[str, int]
 
 
-class Verdict(Exception):
+class Verdict(Exception):  # noqa: N818 - a verdict on the program, not an error of the emulator
     """The program under emulation is wrong.
 
     Attributes:
@@ -151,7 +151,7 @@ class Report:
 
     @staticmethod
     def merge(reports: list[Report]) -> Report:
-        """Sums of several launches; the largest of what is a size. Lines and traces of different kernels are dropped."""
+        """Sums of several launches, maxima of sizes. Lines and traces of different kernels are dropped."""
         if len(reports) == 1:
             return reports[0]
         by_opcode, mma = collections.Counter(), collections.Counter()
