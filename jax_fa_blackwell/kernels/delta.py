@@ -30,7 +30,7 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_ptr
 
 from jax_fa_blackwell.kernels.common import tma
@@ -158,15 +158,12 @@ class Delta:
         step, _, _ = cute.arch.grid_dim()
         stage, phase = Int32(0), Int32(1)
         for tile in cutlass.range(first, tiles, step, unroll=1):
-            rest = tile // head_tiles
-            batch = rest // token_tiles
-            group = (tile - rest * head_tiles) * tile_groups
-            token = (rest - batch * token_tiles) << token_bits
+            batch, token_tile, head_tile = self.place(tile, head_tiles, token_tiles)
             cute.arch.mbarrier_wait(empty + stage, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * box_bytes)
             target = shared + stage * (stage_bytes >> 2)
-            coordinates = (0, group, token, batch)
+            coordinates = (0, head_tile * tile_groups, token_tile << token_bits, batch)
             tma.load_tile(out_map, coordinates, target, full + stage)
             tma.load_tile(grad_out_map, coordinates, target + (stage_bytes >> 3), full + stage)
             stage += 1
@@ -187,21 +184,22 @@ class Delta:
         ring = cute.recast_ptr(shared, dtype=self.dtype)
         ring = cute.make_tensor(ring, cute.make_layout((CHUNK, stages * (stage_bytes >> 4)), stride=(1, CHUNK)))
         buffers = cute.recast_ptr(shared, dtype=Float32) + (turned_offset >> 2)
+        # The results of this thread: head and token in the tile. Neighbouring threads have neighbouring tokens.
+        in_heads = [(thread + i * self.consumers) >> token_bits for i in range(self.outputs)]
+        in_tokens = [(thread + i * self.consumers) & ((1 << token_bits) - 1) for i in range(self.outputs)]
         stage, phase, buffer = Int32(0), Int32(0), Int32(0)
         for tile in cutlass.range(first, tiles, step, unroll=1):
-            rest = tile // head_tiles
-            batch = rest // token_tiles
-            head = (tile - rest * head_tiles) * tile_heads
-            token = (rest - batch * token_tiles) << token_bits
+            batch, token_tile, head_tile = self.place(tile, head_tiles, token_tiles)
+            head, token = head_tile * tile_heads, token_tile << token_bits
+            heads_left, tokens_left = cutlass.min(heads - head, tile_heads), tokens - token
 
             # Asked for before the wait, so that the two latencies overlap.
+            subtrahends = grad_lse + ((Int64(batch) * tokens + token) * heads + head)
             subtrahend = cute.make_rmem_tensor(self.outputs, Float32)
             for i in cutlass.range_constexpr(self.outputs):
-                row = thread + i * self.consumers
-                n, t = head + (row >> token_bits), token + (row & ((1 << token_bits) - 1))
                 subtrahend[i] = Float32(0.0)
-                if has_grad_lse != 0 and row < rows and n < heads and t < tokens:
-                    subtrahend[i] = load(grad_lse, (Int64(batch) * tokens + t) * heads + n)
+                if has_grad_lse != 0 and in_heads[i] < heads_left and in_tokens[i] < tokens_left:
+                    subtrahend[i] = load(subtrahends, in_tokens[i] * heads + in_heads[i])
 
             cute.arch.mbarrier_wait(full + stage, phase)
             turned = buffers + buffer * rows
@@ -211,13 +209,11 @@ class Delta:
                 cute.arch.mbarrier_arrive(empty + stage)
             cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumers)
 
+            results = delta + ((Int64(batch) * heads + head) * tokens + token)
             for i in cutlass.range_constexpr(self.outputs):
-                row = thread + i * self.consumers
-                in_heads, in_tokens = row >> token_bits, row & ((1 << token_bits) - 1)
-                n, t = head + in_heads, token + in_tokens
-                if row < rows and n < heads and t < tokens:
-                    value = load(turned, in_tokens * tile_heads + in_heads) - subtrahend[i]
-                    store(delta, (Int64(batch) * heads + n) * tokens + t, value)
+                if in_heads[i] < heads_left and in_tokens[i] < tokens_left:
+                    value = load(turned, in_tokens[i] * tile_heads + in_heads[i]) - subtrahend[i]
+                    store(results, Int64(in_heads[i]) * tokens + in_tokens[i], value)
             buffer ^= 1
             stage += 1
             if stage == stages:
@@ -225,28 +221,52 @@ class Delta:
                 phase ^= 1
 
     @cute.jit
+    def place(self, tile, head_tiles, token_tiles):
+        """Batch entry, token tile and head tile of a tile. Unsigned, since signed division costs twice as much."""
+        tile, head_tiles, token_tiles = Uint32(tile), Uint32(head_tiles), Uint32(token_tiles)
+        rest = tile // head_tiles
+        batch = rest // token_tiles
+        return Int32(batch), Int32(rest - batch * token_tiles), Int32(tile - rest * head_tiles)
+
+    @cute.jit
     def reduce_rows(self, ring, first_chunk, to_grad_out, chunks, lane_bits, rows, turned):
         """One warp's share of a stage: row sums of products into `turned`, in the order of the rows."""
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         rows_a_pass = LANES >> lane_bits
-        lanes_a_row = 1 << lane_bits
-        part = lane & (lanes_a_row - 1)
+        part = lane & ((1 << lane_bits) - 1)
         warp = cute.arch.make_warp_uniform(thread // LANES)
         for row0 in cutlass.range(warp * rows_a_pass, rows, self.consumer_warps * rows_a_pass, unroll=1):
             row = row0 + (lane >> lane_bits)
             # Lanes past the last row repeat it: the warp stays together for the shuffles.
             chunk = first_chunk + cutlass.min(row, rows - 1) * chunks + part
-            total = Float32(0.0)
+            even, odd = Float32(0.0), Float32(0.0)
             for step in cutlass.range(chunks >> lane_bits, unroll=2):
                 at = chunk + (step << lane_bits)
-                out, grad_out = ring[None, at].load().to(Float32), ring[None, at + to_grad_out].load().to(Float32)
-                total += (out * grad_out).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                out, grad_out = self.widened(ring[None, at]), self.widened(ring[None, at + to_grad_out])
+                for i in cutlass.range_constexpr(0, CHUNK, 2):
+                    even += out[i] * grad_out[i]
+                    odd += out[i + 1] * grad_out[i + 1]
+            total = even + odd
             for distance in cutlass.range_constexpr(3):
                 if lane_bits > distance:
                     total += cute.arch.shuffle_sync_bfly(total, 1 << distance)
             if part == 0 and row < rows:
                 store(turned, row, total)
+
+    @cute.jit
+    def widened(self, chunk):
+        """A 16-byte chunk as eight fp32 values in registers."""
+        wide = cute.make_rmem_tensor(CHUNK, Float32)
+        if cutlass.const_expr(self.dtype is cutlass.BFloat16):
+            # bfloat16 is the upper half of fp32: one operation an element, where the compiler's conversion takes two.
+            words, bits = cute.recast_tensor(chunk, Uint32).load(), cute.recast_tensor(wide, Uint32)
+            for i in cutlass.range_constexpr(CHUNK // 2):
+                bits[2 * i] = words[i] << Uint32(16)
+                bits[2 * i + 1] = words[i] & Uint32(0xFFFF0000)
+        else:
+            wide.store(chunk.load().to(Float32))
+        return wide
 
 
 def build(name: str, options: dict):
