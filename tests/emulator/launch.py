@@ -139,6 +139,8 @@ class TensorMap:
             raise ValueError(f"dims must have 1 to 5 extents; got {tuple(self.dims)}")
         if len(self.strides_bytes) != rank - 1:
             raise ValueError(f"strides_bytes must have {rank - 1} values; got {tuple(self.strides_bytes)}")
+        if any(stride >= 2**40 for stride in self.strides_bytes):
+            raise ValueError(f"strides_bytes must be below 2^40; got {tuple(self.strides_bytes)}")
         if len(self.box) != rank:
             raise ValueError(f"box must have {rank} extents; got {tuple(self.box)}")
         if self.element_strides is not None and len(self.element_strides) != rank:

@@ -109,7 +109,7 @@ class Report:
       tma_bytes_in, tma_bytes_out: bytes that bulk copies brought to shared memory, and took from it.
       tmem_peak_columns: most Tensor Memory columns that one CTA had allocated.
       shared_bytes: of one CTA, static and dynamic.
-      registers: of one thread at launch, as setmaxnreg counts.
+      registers: of one thread at launch, as setmaxnreg counts; 0 where the compiler ignores setmaxnreg.
       barrier_waits, barrier_stalls: lanes that passed an mbarrier wait, and that were told to go on waiting.
       trace: rows of time per warp, if the launch asked for them.
     """

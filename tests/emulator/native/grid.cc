@@ -252,10 +252,13 @@ void prepare(Grid& grid) {
   if (end > kSharedBase + kSharedMax)
     fail(Fault::launch, "%u bytes of static and %u of dynamic shared memory exceed %u", entry.static_shared, config.shared_bytes, kSharedMax);
   grid.shared_end = static_cast<uint32_t>(end);
-  // What the compiler gives a thread: the declared number, or as many as let one CTA have the SM, in steps of 8.
-  uint32_t warps = static_cast<uint32_t>((threads + kLanes - 1) / kLanes);
-  uint32_t ctas = std::max(1u, entry.minnctapersm);
-  grid.register_count = entry.maxnreg ? entry.maxnreg : std::min(255u, 65536u / (warps * kLanes * ctas) / 8 * 8);
+  // What the compiler gives a thread of a kernel that uses setmaxnreg: the declared number, or as many as let the declared
+  // number of CTAs share the SM, counting whole warpgroups, in steps of 8 (ptxas 13.0 does so). Without .minnctapersm or
+  // .maxnreg it ignores setmaxnreg.
+  uint32_t warpgroups = static_cast<uint32_t>((threads + 4 * kLanes - 1) / (4 * kLanes));
+  if (entry.maxnreg) grid.register_count = (entry.maxnreg + 7) / 8 * 8;
+  else if (entry.minnctapersm && (entry.reqntid[0] || entry.maxntid[0]))
+    grid.register_count = std::min(256u, 65536u / (warpgroups * 4 * kLanes * entry.minnctapersm) / 8 * 8);
   grid.clusters = 1;
   for (int d = 0; d < 3; ++d) grid.clusters *= config.grid[d] / config.cluster[d];
   grid.single = grid.clusters == 1;

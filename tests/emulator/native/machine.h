@@ -280,7 +280,7 @@ struct Grid {
   bool single = false;                      // one cluster in all: no order to keep
   uint32_t dynamic_shared = 0;              // offset of dynamic shared memory
   uint32_t shared_end = 0;
-  uint32_t register_count = 0;              // registers of a thread at launch
+  uint32_t register_count = 0;              // registers of a thread at launch; 0 if the compiler ignores setmaxnreg
 
   /// Index of a cluster that will then never be launched, or -1. Only in the grid phase.
   int64_t cancel_next() { return next_cluster < clusters ? static_cast<int64_t>(next_cluster++) : -1; }
