@@ -12,7 +12,7 @@ from jax_fa_blackwell.plan.slices import (
     ROWS,
     SLICE,
     SLICE_BYTES,
-    UNBOUNDED,
+    mask_scalars,
     round_up,
     slices_of,
     tail_of,
@@ -57,14 +57,19 @@ class Pass:
 
     @property
     def resident_slices(self) -> int:
-        """Slices of the operands that stay in shared memory; dO or V only where dS is computed."""
-        return slices_of(self.spec.head_dim) + (slices_of(self.spec.value_head_dim) if self.score_part else 0)
+        """Slices that stay in shared memory: Q or K; dO or V where dS is computed and they fit, else they stream."""
+        scores, values = slices_of(self.spec.head_dim), slices_of(self.spec.value_head_dim)
+        fits = scores + values <= self._budget - LEAST_SLOTS
+        return scores + (values if self.score_part and fits else 0)
+
+    @property
+    def _budget(self) -> int:
+        return (self.target.shared_bytes - HEADER_BYTES) // SLICE_BYTES
 
     @property
     def slots(self) -> int:
         """Slices in the shared-memory ring."""
-        free = (self.target.shared_bytes - HEADER_BYTES) // SLICE_BYTES - self.resident_slices
-        return min(free, MAX_SLOTS)
+        return min(self._budget - self.resident_slices, MAX_SLOTS)
 
     @property
     def parts(self) -> int:
@@ -96,14 +101,7 @@ class Pass:
 
 def supports(spec: AttentionSpec, target: Target) -> str | None:
     """None if the kernel runs the call's backward, else the limit."""
-    limit = forward.supports(spec, target)
-    if limit is not None:
-        return limit
-    most = (target.shared_bytes - HEADER_BYTES) // SLICE_BYTES - LEAST_SLOTS
-    if slices_of(spec.head_dim) + slices_of(spec.value_head_dim) > most:
-        dims = f"{spec.head_dim} and {spec.value_head_dim}"
-        return f"the backward takes head dims that sum to at most {most * SLICE}; got {dims}"
-    return None
+    return forward.supports(spec, target)
 
 
 def plan_backward(spec: AttentionSpec, target: Target) -> tuple[Pass, ...]:
@@ -179,19 +177,16 @@ def launch_backward(passes: tuple[Pass, ...], cubins: dict[bool, tuple[str, str,
 
 def _launch(one: Pass, kernel: str, sha256: str, symbol: str, tensor_map, operands: dict[str, int]) -> launch.Launch:
     spec = one.spec
-    affine = spec.mask_form == "affine"
-    low, high = (max(spec.lower, -UNBOUNDED), min(spec.upper, UNBOUNDED)) if affine else (-UNBOUNDED, UNBOUNDED)
     if one.transposed:
-        side, maps = "key", ("key", "value", "query", "grad_out", "grad_value", "grad_key")
+        side, other, maps = "key", "query", ("key", "value", "query", "grad_out", "grad_value", "grad_key")
         rows, columns, row_heads, column_heads = (
             spec.key_value_length,
             spec.query_length,
             spec.key_value_heads,
             spec.group_size,
         )
-        low, high = 1 - high, 1 - low  # key j is seen by the queries j - upper < i <= j - lower
     else:
-        side, maps = "query", ("query", "grad_out", "key", "value", "grad_query", "grad_query")
+        side, other, maps = "query", "key", ("query", "grad_out", "key", "value", "grad_query", "grad_query")
         rows, columns, row_heads, column_heads = spec.query_length, spec.key_value_length, spec.query_heads, 1
 
     number = {"bfloat16": 1, "float16": 0}[spec.dtype]
@@ -216,14 +211,12 @@ def _launch(one: Pass, kernel: str, sha256: str, symbol: str, tensor_map, operan
         "a1_tail_columns": round_up(tail_of(spec.head_dim), 16),
         "a2_slices": slices_of(spec.value_head_dim),
         "a2_tail_columns": round_up(tail_of(spec.value_head_dim), 16),
-        "a2_resident": slices_of(spec.value_head_dim) if one.score_part else 0,
+        "a2_resident": one.resident_slices - slices_of(spec.head_dim),
         "c1_part": one.value_part,
         "c2_part": one.score_part,
         "parts": one.parts,
         "slots": one.slots,
-        "rows_form": int(spec.mask_form == "rows"),
-        "mask_low": low,
-        "mask_high": high,
+        **mask_scalars(spec, one.transposed),
         "items": items,
         "row_groups": row_groups,
         "heavy_last": int(not one.transposed),
@@ -238,6 +231,8 @@ def _launch(one: Pass, kernel: str, sha256: str, symbol: str, tensor_map, operan
         "low": pointer(f"{side}_low"),
         "high": pointer(f"{side}_high"),
         "blocks": pointer(f"{side}_blocks"),
+        "column_low": pointer(f"{other}_low"),
+        "column_high": pointer(f"{other}_high"),
         "scale": launch.Float32(scale * LOG2_E),
         "cap": launch.Float32(cap),
         "out_scale": launch.Float32(spec.scale),

@@ -13,7 +13,7 @@ from jax_fa_blackwell.plan.slices import (
     ROWS,
     SLICE,
     SLICE_BYTES,
-    UNBOUNDED,
+    mask_scalars,
     round_up,
     slices_of,
     tail_of,
@@ -149,8 +149,8 @@ def plan_forward(spec: AttentionSpec, target: Target) -> ForwardPlan:
 def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> launch.LaunchPlan:
     """The custom call of a plan.
 
-    Arguments: query, key, value, then (low, high, blocks) for row intervals, then sinks if any; results: output, fp32
-    LSE [B, T, N].
+    Arguments: query, key, value, then (low, high, blocks, key_low, key_high) for row intervals, then sinks if any.
+    Results: output, fp32 LSE [B, T, N].
     """
     spec = plan.spec
     B, T, S, N, K = spec.batch, spec.query_length, spec.key_value_length, spec.query_heads, spec.key_value_heads
@@ -166,6 +166,8 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
         argument("low", 4 * B * T)
         argument("high", 4 * B * T)
         argument("blocks", 8 * B * plan.row_groups)
+        argument("key_low", 4 * B * S)
+        argument("key_high", 4 * B * S)
     if spec.has_sinks:
         argument("sinks", 4 * N)
     arguments = len(sizes)
@@ -186,7 +188,6 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
     scale, cap = abs(spec.scale), 1.0
     if spec.logits_soft_cap is not None:
         scale, cap = spec.logits_soft_cap, scale / spec.logits_soft_cap
-    affine = spec.mask_form == "affine"
     scalars = {
         "query_length": T,
         "key_value_length": S,
@@ -200,9 +201,7 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
         "chunk_slices": plan.chunk_slices,
         "query_slices": plan.query_slices,
         "slots": plan.slots,
-        "rows_form": int(spec.mask_form == "rows"),
-        "mask_low": max(spec.lower, -UNBOUNDED) if affine else -UNBOUNDED,
-        "mask_high": min(spec.upper, UNBOUNDED) if affine else UNBOUNDED,
+        **mask_scalars(spec, transposed=False),
         "items": plan.items,
         "row_groups": plan.row_groups,
         "head_groups": plan.head_groups,
@@ -218,7 +217,7 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
         "key_map": tensor_map("key", S, K, H),
         "value_map": tensor_map("value", S, K, Hv),
         "out_map": tensor_map("out", T, N, Hv),
-        **{name: pointer(name) for name in ("lse", "low", "high", "blocks", "sinks")},
+        **{name: pointer(name) for name in ("lse", "low", "high", "blocks", "key_low", "key_high", "sinks")},
         "scale": launch.Float32(scale * LOG2_E),
         "cap": launch.Float32(cap),
         **{name: launch.Int32(value) for name, value in scalars.items()},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from jax_fa_blackwell.plan.spec import AttentionSpec
+
 ROWS = 128
 """Query rows or keys of a tile: the lanes of Tensor Memory."""
 SLICE = 64
@@ -29,3 +31,25 @@ def slices_of(dim: int) -> int:
 def tail_of(dim: int) -> int:
     """Head dims in the last slice."""
     return dim - (slices_of(dim) - 1) * SLICE
+
+
+def mask_scalars(spec: AttentionSpec, transposed: bool) -> dict[str, int]:
+    """The kernels' numbers of the mask, for query rows or, transposed, for key rows.
+
+    Row i sees the columns i + mask_low <= j < i + mask_high; those that some row sees are seen_low <= j < seen_high.
+    """
+    low, high = (spec.lower, spec.upper) if spec.mask_form == "affine" else (-UNBOUNDED, UNBOUNDED)
+    low, high = max(low, -UNBOUNDED), min(high, UNBOUNDED)
+    rows, columns = spec.query_length, spec.key_value_length
+    if transposed:
+        # Key j is seen by the queries j - upper < i <= j - lower.
+        low, high, rows, columns = 1 - high, 1 - low, columns, rows
+    seen = max(0, low), min(columns, rows - 1 + high)
+    return {
+        "rows_form": int(spec.mask_form == "rows"),
+        "mask_low": low,
+        "mask_high": high,
+        "cleaned": int(spec.mask_form == "rows" or seen != (0, columns)),
+        "seen_low": seen[0],
+        "seen_high": seen[1],
+    }

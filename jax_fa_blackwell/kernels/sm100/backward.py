@@ -14,7 +14,8 @@ delta belong to queries: one number a row, or transposed one a column, read from
 share keys are columns of one item, so dK and dV are summed over the group in fp32. Output head dims may be computed in
 parts (``plan/backward.py``), each with its scores rebuilt. Algorithm: FlashAttention-2, backward, split in two kernels.
 
-Roles: compute warps 0-7, one thread a row and half of the columns; MMA 8; load 9; 10 and 11 idle.
+Roles: compute warps 0-7, one thread a row and half of the columns; MMA 8; load 9; clean 10, where columns that no row
+sees may hold NaN (``slices.clean``); 11 idle.
 
 Barriers, k the number of times the role has waited on it (parity k mod 2 unless stated):
 
@@ -27,14 +28,16 @@ Barriers, k the number of times the role has waited on it (parity k mod 2 unless
     ds_full      8      each compute warp: dP read, dS stored   MMA        a block
     c_full       1      tcgen05.commit after the item           compute    an item with columns
     c_empty      8      each compute warp: C1 and C2 read       MMA        such an item; parity (k+1) mod 2
-    ring_full    1+tx   load, expecting one slice               MMA        a use of the slot
+    ring_full    1+tx   load, expecting one slice               MMA/clean  a use of the slot
+    cleaned      1      clean, unseen rows zeroed               MMA        a use of the slot, where cleaned
     ring_empty   1      tcgen05.commit after its only reader    load       a use of the slot; parity (k+1) mod 2
     bar 1        256    compute warps: column statistics        same       a block (transposed)
                         written; output staged; store read                 twice a slice of output
 
 Order of ring slices, the same for load and MMA: B1 (for S of block 0), B2 (for dP of block 0), then for each block:
-B2 for C1, B1 for the next S, B1 for C2, B2 for the next dP. Every slice is used once and released at once, so that the
-ring cannot deadlock whatever its size.
+B2 for C1, B1 for the next S, B1 for C2, B2 for the next dP. Where A2 does not fit in shared memory its slices go
+through the ring too, each before its slice of B2. Every slice is used once and released at once, so that the ring
+cannot deadlock with two slots or more.
 """
 
 # The DSL is found through a .pth file and rewrites what it decorates: neither is visible to a type checker.
@@ -51,7 +54,7 @@ from cutlass.experimental.cuda.tensor_map import TensorMap
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.kernels.common import ptx
 from jax_fa_blackwell.kernels.sm100 import slices
-from jax_fa_blackwell.plan.slices import LOG2_E, MAX_SLOTS, ROWS, SLICE, SLICE_BYTES
+from jax_fa_blackwell.plan.slices import LOG2_E, ROWS, SLICE, SLICE_BYTES
 
 COLUMNS = ROWS  # columns of a block
 HALF = COLUMNS // 2
@@ -60,11 +63,11 @@ SCORE_COLUMN, GRADIENT_COLUMN, OUTPUT_COLUMN = 0, 128, 256  # S and P; dP and dS
 # P and dS take the first half of each half of their tile, so that each compute warp overwrites only what it has read.
 WEIGHT_COLUMNS = tuple(8 * step if step < 4 else HALF + 8 * (step - 4) for step in range(COLUMNS // 16))
 THREADS, COMPUTE_THREADS = 384, 256
-MMA_WARP, LOAD_WARP = 8, 9
+MMA_WARP, LOAD_WARP, CLEAN_WARP = 8, 9, 10
 
 # Byte offsets in shared memory.
 BARRIERS = 0
-TMEM_ADDRESS = 512
+TMEM_ADDRESS, NOTES = 512, 544
 STATISTICS = 1024  # two buffers of 128 LSE, then 128 delta
 STAGING = 3072
 RESIDENT = STAGING + SLICE_BYTES
@@ -98,7 +101,7 @@ class Smem:
         self.a1 = base + RESIDENT
         self.a2 = self.a1 + p.a1_slices * SLICE_BYTES
         data = self.a2 + p.a2_resident * SLICE_BYTES
-        self.ring = slices.Ring(ring_barriers, ring_barriers + 8 * MAX_SLOTS, data, p.slots)
+        self.ring = slices.Ring(ring_barriers, base + NOTES, data, p.slots, p.cleaned)
 
 
 class Params:
@@ -178,6 +181,8 @@ class BackwardKernel:
         low: cute.Pointer,
         high: cute.Pointer,
         blocks: cute.Pointer,
+        column_low: cute.Pointer,
+        column_high: cute.Pointer,
         scale: Float32,
         cap: Float32,
         out_scale: Float32,
@@ -215,6 +220,9 @@ class BackwardKernel:
                 with cute.arch.elect_one():
                     maps = [m.get_ptr().toint() for m in (a1_map, a2_map, b1_map, b2_map)]
                     self.load(p, smem, blocks, *maps)
+            if warp == CLEAN_WARP and p.cleaned != 0:
+                seen = (p.seen_low, p.seen_high)
+                slices.clean(smem.ring, p.columns, p.rows_form, column_low, column_high, *seen)
 
         cute.arch.sync_threads()
         if warp == MMA_WARP:
@@ -233,31 +241,46 @@ class BackwardKernel:
             batch, head, row, index, first_block, block_count = self.work(p, blocks, item)
             first1, first2 = index * p.c1_part, index * p.c2_part
             count1, count2 = part(first1, p.a2_slices, p.c1_part), part(first2, p.a1_slices, p.c2_part)
-            dp_slices = p.a2_resident
             count = block_count * p.column_heads
             if count > 0:
                 ptx.mbarrier_wait(smem.a_empty, a_phase)
                 a_phase = a_phase ^ 1
-                ptx.mbarrier_arrive_expect_tx(smem.a_full, (p.a1_slices + dp_slices) * SLICE_BYTES)
+                ptx.mbarrier_arrive_expect_tx(smem.a_full, (p.a1_slices + p.a2_resident) * SLICE_BYTES)
                 slices.load_resident(smem.a1, a1_map, p.a1_slices, row, head, batch, smem.a_full)
-                slices.load_resident(smem.a2, a2_map, dp_slices, row, head, batch, smem.a_full)
+                slices.load_resident(smem.a2, a2_map, p.a2_resident, row, head, batch, smem.a_full)
                 at, of = first_block * COLUMNS, self.column_head(p, head, Int32(0), block_count)
-                slot, phase = slices.load_streamed(ring, slot, phase, b1_map, 0, p.a1_slices, at, of, batch)
-                slot, phase = slices.load_streamed(ring, slot, phase, b2_map, 0, dp_slices, at, of, batch)
+                slot, phase = slices.load_for_scores(ring, slot, phase, b1_map, p.a1_slices, at, of, batch)
+                slot, phase = self.load_gradients(p, ring, slot, phase, a2_map, b2_map, row, head, at, of, batch)
             for i in cutlass.range(count, unroll=1):
                 at = (first_block + i % block_count) * COLUMNS
                 of = self.column_head(p, head, i, block_count)
                 next_at = (first_block + (i + 1) % block_count) * COLUMNS
                 next_of = self.column_head(p, head, i + 1, block_count)
-                more = Int32(i + 1 < count)
-                slot, phase = slices.load_streamed(ring, slot, phase, b2_map, first1, count1, at, of, batch)
-                slot, phase = slices.load_streamed(
-                    ring, slot, phase, b1_map, 0, more * p.a1_slices, next_at, next_of, batch
-                )
-                slot, phase = slices.load_streamed(ring, slot, phase, b1_map, first2, count2, at, of, batch)
-                slot, phase = slices.load_streamed(
-                    ring, slot, phase, b2_map, 0, more * dp_slices, next_at, next_of, batch
-                )
+                more = i + 1 < count
+                slot, phase = slices.load_for_rows(ring, slot, phase, b2_map, first1, count1, at, of, batch)
+                if more:
+                    slot, phase = slices.load_for_scores(
+                        ring, slot, phase, b1_map, p.a1_slices, next_at, next_of, batch
+                    )
+                slot, phase = slices.load_for_rows(ring, slot, phase, b1_map, first2, count2, at, of, batch)
+                if more:
+                    slot, phase = self.load_gradients(
+                        p, ring, slot, phase, a2_map, b2_map, row, head, next_at, next_of, batch
+                    )
+        slices.stop_cleaning(ring, slot, phase)
+
+    @cute.jit
+    def load_gradients(self, p, ring, slot, phase, a2_map: Int64, b2_map: Int64, row, head, at, of, batch):
+        """Slices for dP: those of B2, and where A2 is not resident each after its slice of A2."""
+        if p.c2_part > 0:
+            if p.a2_resident > 0:
+                slot, phase = slices.load_for_scores(ring, slot, phase, b2_map, p.a2_slices, at, of, batch)
+            else:
+                note = Int32(slices.SCORES)
+                for index in cutlass.range(p.a2_slices, unroll=1):
+                    slot, phase = slices.load_slice(ring, slot, phase, a2_map, index, row, head, batch, note)
+                    slot, phase = slices.load_slice(ring, slot, phase, b2_map, index, at, of, batch, note)
+        return slot, phase
 
     # --- MMA ----------------------------------------------------------------------------------------------------
 
@@ -328,17 +351,15 @@ class BackwardKernel:
     def gradients(self, p, smem, slot, phase, tmem):
         """Gradient of P, A2 B2^T, where that of S is wanted."""
         if p.c2_part > 0:
-            slot, phase = slices.multiply_dims(
-                smem.ring,
-                slot,
-                phase,
-                tmem + GRADIENT_COLUMN,
-                smem.a2,
-                p.a2_slices,
-                (p.a2_tail_columns + 15) // 16,
-                p.gradient_instruction,
-                True,
-            )
+            ring, accumulator, steps = smem.ring, tmem + GRADIENT_COLUMN, (p.a2_tail_columns + 15) // 16
+            if p.a2_resident > 0:
+                slot, phase = slices.multiply_dims(
+                    ring, slot, phase, accumulator, smem.a2, p.a2_slices, steps, p.gradient_instruction, True
+                )
+            else:
+                slot, phase = slices.multiply_streamed_dims(
+                    ring, slot, phase, accumulator, p.a2_slices, steps, p.gradient_instruction
+                )
             with cute.arch.elect_one():
                 ptx.tcgen05_commit(smem.dp_full)
         return slot, phase
@@ -552,7 +573,7 @@ def build(name: str, options: dict):
     @cute.jit
     def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
         maps = [slices.nominal_tensor_map(f32, element, n) for _ in range(6)]
-        backward.kernel(*maps, f32, f32, i32, i32, i32, x, x, x, (n,) * len(Params.NAMES)).launch(
+        backward.kernel(*maps, f32, f32, i32, i32, i32, i32, i32, x, x, x, (n,) * len(Params.NAMES)).launch(
             grid=(n, 1, 1), block=(THREADS, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1
         )
 

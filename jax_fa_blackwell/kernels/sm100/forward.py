@@ -5,7 +5,8 @@ rows, a part of the value head dim, and the KV blocks of 128 keys that its rows 
 parameters from the launch plan (``plan/forward.py``): head dims are walked in slices of 64 (the 128-byte swizzle row),
 so that one cubin serves every head dim.
 
-Roles: softmax warps 0-3 (tile 0) and 4-7 (tile 1), one thread a row; correction and epilogue 8-11; MMA 12; load 13.
+Roles: softmax warps 0-3 (tile 0) and 4-7 (tile 1), one thread a row; correction and epilogue 8-11; MMA 12; load 13;
+clean 14, where keys that no row sees may hold NaN (``slices.clean``); 15 idle.
 With two tiles the MMA warp works on one tile while softmax works on the other; with one tile, score tiles alternate
 between two buffers and the next scores are issued before the softmax of the present ones is awaited.
 
@@ -27,7 +28,8 @@ role has waited on it (parity k mod 2 unless stated):
     o_full[t]      1      tcgen05.commit after O += P V          correction              a block
     o_ready[t]     4      each correction warp: O rescaled, or   MMA                     a block; parity (k+1) mod 2
                           read at the item's end
-    ring_full[s]   1+tx   load, expecting one slice              MMA                     a use of slot s
+    ring_full[s]   1+tx   load, expecting one slice              MMA, or clean           a use of slot s
+    cleaned[s]     1      clean, unseen rows zeroed              MMA, where cleaned      a use of slot s
     ring_empty[s]  1      tcgen05.commit after its last reader   load                    parity (k+1) mod 2
     bar 1          128    correction warps, output staged        same                    a tile
 
@@ -51,20 +53,20 @@ from cutlass.experimental.cuda.tensor_map import TensorMap
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.kernels.common import ptx
 from jax_fa_blackwell.kernels.sm100 import slices
-from jax_fa_blackwell.plan.slices import LOG2_E, MAX_SLOTS, ROWS, SLICE, SLICE_BYTES
+from jax_fa_blackwell.plan.slices import LOG2_E, ROWS, SLICE, SLICE_BYTES
 
 KEYS = ROWS  # keys of a KV block
 TENSOR_MEMORY_COLUMNS = 512
 OUTPUT_COLUMN = 256  # first column of the output accumulators; the score tiles lie below
 THREADS = 512
-SOFTMAX_WARPS, CORRECTION_WARP, MMA_WARP, LOAD_WARP = (0, 8), 8, 12, 13
+CORRECTION_WARP, MMA_WARP, LOAD_WARP, CLEAN_WARP = 8, 12, 13, 14
 RESCALE_THRESHOLD = 8.0  # log2 units that the running maximum may lag behind
 INFINITY = float("inf")
 POLYNOMIAL_EVERY = {"sm_100a": 4, "sm_103a": 0}  # of so many pairs of exponentials one is a polynomial; 0: none
 
 # Byte offsets in shared memory.
 BARRIERS = 0
-TMEM_ADDRESS = 512
+TMEM_ADDRESS, NOTES = 512, 544
 STATISTICS = 1024  # per tile 128 scales, then per tile 128 maxima
 QUERY = 3072
 
@@ -93,6 +95,7 @@ class Smem:
             setattr(self, name, base + BARRIERS + 16 * index)
         self.ring_barriers = base + BARRIERS + 16 * len(names)
         self.tmem_address = base + TMEM_ADDRESS
+        self.notes = base + NOTES
         self.scale = base + STATISTICS
         self.maximum = base + STATISTICS + 8 * ROWS
         self.query = base + QUERY
@@ -100,7 +103,7 @@ class Smem:
     def ring(self, p, query_tiles: int) -> slices.Ring:
         """The ring, which lies behind the query tiles."""
         data = self.query + query_tiles * p.query_slices * SLICE_BYTES
-        return slices.Ring(self.ring_barriers, self.ring_barriers + 8 * MAX_SLOTS, data, p.slots)
+        return slices.Ring(self.ring_barriers, self.notes, data, p.slots, p.cleaned)
 
 
 class Params:
@@ -172,6 +175,8 @@ class ForwardKernel:
         row_low: cute.Pointer,
         row_high: cute.Pointer,
         tile_blocks: cute.Pointer,
+        key_low: cute.Pointer,
+        key_high: cute.Pointer,
         sinks: cute.Pointer,
         scale: Float32,
         cap: Float32,
@@ -208,6 +213,8 @@ class ForwardKernel:
                 with cute.arch.elect_one():
                     maps = (q_map.get_ptr().toint(), k_map.get_ptr().toint(), v_map.get_ptr().toint())
                     self.load(p, smem, ring, tile_blocks, *maps)
+            if warp == CLEAN_WARP and p.cleaned != 0:
+                slices.clean(ring, p.key_value_length, p.rows_form, key_low, key_high, p.seen_low, p.seen_high)
 
         cute.arch.sync_threads()
         if warp == MMA_WARP:
@@ -247,21 +254,22 @@ class ForwardKernel:
                     slices.load_resident(destination, q_map, p.k_slices, tile_row, tile_head, batch, barrier)
             if count > 0:
                 first_key = first_block * KEYS
-                slot, phase = slices.load_streamed(ring, slot, phase, k_map, 0, p.k_slices, first_key, kv_head, batch)
+                slot, phase = slices.load_for_scores(ring, slot, phase, k_map, p.k_slices, first_key, kv_head, batch)
             for index in cutlass.range(count, unroll=1):
                 key = (first_block + index) * KEYS
                 if cutlass.const_expr(tiles == 1):
                     if index + 1 < count:
-                        slot, phase = slices.load_streamed(
-                            ring, slot, phase, k_map, 0, p.k_slices, key + KEYS, kv_head, batch
+                        slot, phase = slices.load_for_scores(
+                            ring, slot, phase, k_map, p.k_slices, key + KEYS, kv_head, batch
                         )
-                slot, phase = slices.load_streamed(ring, slot, phase, v_map, first_slice, v_slices, key, kv_head, batch)
+                slot, phase = slices.load_for_rows(ring, slot, phase, v_map, first_slice, v_slices, key, kv_head, batch)
                 if cutlass.const_expr(tiles == 2):
                     if index + 1 < count:
-                        slot, phase = slices.load_streamed(
-                            ring, slot, phase, k_map, 0, p.k_slices, key + KEYS, kv_head, batch
+                        slot, phase = slices.load_for_scores(
+                            ring, slot, phase, k_map, p.k_slices, key + KEYS, kv_head, batch
                         )
             item_phase = item_phase ^ 1
+        slices.stop_cleaning(ring, slot, phase)
 
     # --- MMA ----------------------------------------------------------------------------------------------------
 
@@ -575,7 +583,7 @@ def build(name: str, options: dict):
     @cute.jit
     def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
         maps = [slices.nominal_tensor_map(f32, element, n) for _ in range(4)]
-        forward.kernel(*maps, f32, i32, i32, i32, f32, x, x, (n,) * len(Params.NAMES)).launch(
+        forward.kernel(*maps, f32, i32, i32, i32, i32, i32, f32, x, x, (n,) * len(Params.NAMES)).launch(
             grid=(n, 1, 1), block=(THREADS, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1
         )
 

@@ -18,19 +18,32 @@ from jax_fa_blackwell.plan.slices import MAX_SLOTS, ROWS, SLICE, SLICE_BYTES
 
 
 class Ring:
-    """Slots of streamed slices: ``full`` and ``empty`` are the first barriers, ``data`` the first slot's address."""
+    """Slots of streamed slices.
 
-    def __init__(self, full: Int32, empty: Int32, data: Int32, slots: Int32):
-        self.full, self.empty, self.data, self.slots = full, empty, data, slots
+    ``full``, ``empty`` and ``ready`` are the addresses of the first slot's barriers: filled by TMA, free again, and
+    ready to be multiplied, which is ``full`` itself unless a cleaning warp stands between. ``data`` is the first slot,
+    ``notes`` what the load warp tells the cleaning warp of each slot.
+    """
+
+    def __init__(self, barriers: Int32, notes: Int32, data: Int32, slots: Int32, cleaned: Int32):
+        self.full, self.empty, self.cleaned = (barriers + 8 * MAX_SLOTS * index for index in range(3))
+        self.ready = self.full + cleaned * (16 * MAX_SLOTS)
+        self.notes, self.data, self.slots, self.is_cleaned = notes, data, slots, cleaned
+
+
+RING_BARRIER_BYTES = 3 * 8 * MAX_SLOTS
+# A slot's note: the first row it holds, or one of these; then the batch entry.
+SCORES, STOP = -1, -2
 
 
 # Functions, not methods of Ring: the DSL takes a method call in a loop or branch for a change of the object.
 @cute.jit
 def init_barriers(ring: Ring):
-    """One arrival on each barrier: the load's expect_tx, the commit of the last reader."""
+    """One arrival on each barrier: the load's expect_tx, the commit of the last reader, the cleaning warp."""
     for slot in cutlass.range_constexpr(MAX_SLOTS):
         ptx.mbarrier_init(ring.full + 8 * slot, 1)
         ptx.mbarrier_init(ring.empty + 8 * slot, 1)
+        ptx.mbarrier_init(ring.cleaned + 8 * slot, 1)
 
 
 def advance(ring: Ring, slot: Int32, phase: Int32):
@@ -61,16 +74,85 @@ def load_resident(destination, tensor_map: Int64, slices, row, head, batch, barr
 
 
 @cute.jit
-def load_streamed(ring, slot, phase, tensor_map: Int64, first, slices, row, head, batch):
-    """Loads slices ``first`` and on of 128 rows into the ring; returns the next slot and phase."""
+def load_slice(ring, slot, phase, tensor_map: Int64, index, row, head, batch, note):
+    """Loads one slice of 128 rows into the ring; returns the next slot and phase."""
+    ptx.mbarrier_wait(ring.empty + 8 * slot, phase ^ 1)
+    if ring.is_cleaned != 0:
+        ptx.st_shared_b32(ring.notes + 8 * slot, note)
+        ptx.st_shared_b32(ring.notes + 8 * slot + 4, batch)
+    barrier = ring.full + 8 * slot
+    ptx.mbarrier_arrive_expect_tx(barrier, SLICE_BYTES)
+    ptx.tma_load(4, ring.data + slot * SLICE_BYTES, tensor_map, (index * SLICE, row, head, batch), barrier)
+    return advance(ring, slot, phase)
+
+
+@cute.jit
+def load_for_scores(ring, slot, phase, tensor_map: Int64, slices, row, head, batch):
+    """Loads the slices of 128 rows for ``multiply_dims``; returns the next slot and phase."""
     for index in cutlass.range(slices, unroll=1):
-        ptx.mbarrier_wait(ring.empty + 8 * slot, phase ^ 1)
-        barrier = ring.full + 8 * slot
-        ptx.mbarrier_arrive_expect_tx(barrier, SLICE_BYTES)
-        where = ((first + index) * SLICE, row, head, batch)
-        ptx.tma_load(4, ring.data + slot * SLICE_BYTES, tensor_map, where, barrier)
-        slot, phase = advance(ring, slot, phase)
+        slot, phase = load_slice(ring, slot, phase, tensor_map, index, row, head, batch, Int32(SCORES))
     return slot, phase
+
+
+@cute.jit
+def load_for_rows(ring, slot, phase, tensor_map: Int64, first, slices, row, head, batch):
+    """Loads slices ``first`` and on of 128 rows for ``multiply_rows``; returns the next slot and phase."""
+    for index in cutlass.range(slices, unroll=1):
+        slot, phase = load_slice(ring, slot, phase, tensor_map, first + index, row, head, batch, row)
+    return slot, phase
+
+
+@cute.jit
+def stop_cleaning(ring, slot, phase):
+    """Tells the cleaning warp that nothing more comes."""
+    if ring.is_cleaned != 0:
+        ptx.mbarrier_wait(ring.empty + 8 * slot, phase ^ 1)
+        ptx.st_shared_b32(ring.notes + 8 * slot, Int32(STOP))
+        ptx.mbarrier_arrive(ring.full + 8 * slot)
+
+
+@cute.jit
+def clean(ring, rows, rows_form, low: cute.Pointer, high: cute.Pointer, seen_low, seen_high):
+    """Cleaning warp: zeroes the rows that nothing sees in slices for ``multiply_rows``.
+
+    Their weights are 0, but 0 times a NaN or an infinity that stands in padding is NaN. A row j is seen if low[j] <
+    high[j] (int32 [B, rows]), or without the arrays if seen_low <= j < seen_high.
+    """
+    lane = cute.arch.lane_idx()
+    slot, phase, running = Int32(0), Int32(0), Int32(1)
+    while running != 0:
+        ptx.mbarrier_wait(ring.full + 8 * slot, phase)
+        row, batch = ptx.ld_shared_b32(ring.notes + 8 * slot), ptx.ld_shared_b32(ring.notes + 8 * slot + 4)
+        if row >= 0:
+            for part in cutlass.range(ROWS // 32, unroll=1):
+                local = part * 32 + lane
+                j = row + local
+                seen = Int32((seen_low <= j) & (j < seen_high))
+                if rows_form != 0:
+                    if j < rows:
+                        first = cute.make_tensor(low, cute.make_layout(1 << 30))[batch * rows + j]
+                        end = cute.make_tensor(high, cute.make_layout(1 << 30))[batch * rows + j]
+                        seen = Int32(first < end)
+                if seen == 0:
+                    for chunk in cutlass.range_constexpr(SLICE // 8):
+                        where = ring.data + slot * SLICE_BYTES + local * 128 + chunk * 16
+                        ptx.st_shared_v4(where, [Int32(0)] * 4)
+            ptx.fence_proxy_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ptx.mbarrier_arrive(ring.cleaned + 8 * slot)
+        running = Int32(row != STOP)
+        slot, phase = advance(ring, slot, phase)
+
+
+@cute.jit
+def multiply_slices(accumulator, a: Int64, b: Int64, steps, instruction, accumulate):
+    """D (+)= A B^T of two slices, ``steps`` times 16 head dims; by one thread."""
+    for step in cutlass.range_constexpr(SLICE // 16):
+        if step < steps:
+            # 16 elements of 2 bytes, in units of 16 bytes.
+            again = True if step > 0 else accumulate
+            ptx.tcgen05_mma_ss(accumulator, a + 2 * step, b + 2 * step, instruction, again)
 
 
 @cute.jit
@@ -82,7 +164,7 @@ def multiply_dims(
     ``tail_steps`` is the number of 16-wide steps in the last slice. With ``release`` the slots are given back.
     """
     for index in cutlass.range(slices, unroll=1):
-        ptx.mbarrier_wait(ring.full + 8 * slot, phase)
+        ptx.mbarrier_wait(ring.ready + 8 * slot, phase)
         ptx.tcgen05_fence_after()
         a = matrix_descriptor(resident + index * SLICE_BYTES)
         b = matrix_descriptor(ring.data + slot * SLICE_BYTES)
@@ -90,13 +172,31 @@ def multiply_dims(
         if index + 1 == slices:
             steps = tail_steps
         with cute.arch.elect_one():
-            for step in cutlass.range_constexpr(SLICE // 16):
-                if step < steps:
-                    # 16 elements of 2 bytes, in units of 16 bytes.
-                    ptx.tcgen05_mma_ss(accumulator, a + 2 * step, b + 2 * step, instruction, index + step > 0)
+            multiply_slices(accumulator, a, b, steps, instruction, index > 0)
             if cutlass.const_expr(release):
                 ptx.tcgen05_commit(ring.empty + 8 * slot)
         slot, phase = advance(ring, slot, phase)
+    return slot, phase
+
+
+@cute.jit
+def multiply_streamed_dims(ring, slot, phase, accumulator, slices, tail_steps, instruction):
+    """As ``multiply_dims`` with A streamed too, each slice just before that of B."""
+    for index in cutlass.range(slices, unroll=1):
+        b_slot, b_phase = advance(ring, slot, phase)
+        ptx.mbarrier_wait(ring.ready + 8 * slot, phase)
+        ptx.mbarrier_wait(ring.ready + 8 * b_slot, b_phase)
+        ptx.tcgen05_fence_after()
+        steps = Int32(SLICE // 16)
+        if index + 1 == slices:
+            steps = tail_steps
+        a = matrix_descriptor(ring.data + slot * SLICE_BYTES)
+        b = matrix_descriptor(ring.data + b_slot * SLICE_BYTES)
+        with cute.arch.elect_one():
+            multiply_slices(accumulator, a, b, steps, instruction, index > 0)
+            ptx.tcgen05_commit(ring.empty + 8 * slot)
+            ptx.tcgen05_commit(ring.empty + 8 * b_slot)
+        slot, phase = advance(ring, b_slot, b_phase)
     return slot, phase
 
 
@@ -121,7 +221,7 @@ def multiply_rows(
     ``accumulate`` is false.
     """
     for index in cutlass.range(slices, unroll=1):
-        ptx.mbarrier_wait(ring.full + 8 * slot, phase)
+        ptx.mbarrier_wait(ring.ready + 8 * slot, phase)
         ptx.tcgen05_fence_after()
         b = matrix_descriptor(ring.data + slot * SLICE_BYTES)
         columns = Int32(SLICE)
