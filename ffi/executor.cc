@@ -1,6 +1,7 @@
 #include "executor.h"
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -11,6 +12,8 @@
 
 namespace jfa {
 namespace {
+
+std::atomic<uint64_t> execution_count{0};
 
 // "flash_forward: kernel 'flash_forward_d128' (sm_100a)"
 std::string Where(const LaunchPlan& plan, const Program& program, const Launch& launch) {
@@ -105,6 +108,7 @@ void Executor::Initialize(cu::Stream stream) {
 }
 
 void Executor::Execute(cu::Stream stream, const Buffer* operands, size_t argument_count, size_t result_count) {
+  execution_count.fetch_add(1, std::memory_order_relaxed);
   CheckBuffers(operands, argument_count, result_count);
   const cu::Driver& driver = cu::Driver::Get();
   cu::Context context = ContextOf(driver, plan_, stream);
@@ -126,6 +130,8 @@ void Executor::Execute(cu::Stream stream, const Buffer* operands, size_t argumen
                   [&] { return Where(plan_, program, launch); });
   }
 }
+
+uint64_t Executor::ExecutionCount() { return execution_count.load(std::memory_order_relaxed); }
 
 void Executor::CheckBuffers(const Buffer* operands, size_t argument_count, size_t result_count) const {
   auto require = [&](bool condition, const auto&... parts) {

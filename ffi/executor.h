@@ -32,6 +32,10 @@ class Executor {
   // the one that failed stay enqueued.
   void Execute(cu::Stream stream, const Buffer* operands, size_t argument_count, size_t result_count);
 
+  // How often any executor of the process has run Execute. A captured CUDA graph replays without it, so that the number
+  // tells a replay from a call.
+  static uint64_t ExecutionCount();
+
  private:
   // The plan's program in one device context.
   struct Prepared {

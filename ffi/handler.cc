@@ -123,3 +123,6 @@ JFA_EXPORT uint32_t jfa_plan_version() { return jfa::kPlanVersion; }
 
 // Adds a directory in which cubins lie as `<sha256>.cubin`.
 JFA_EXPORT void jfa_add_cubin_directory(const char* directory) { jfa::CubinStore::Global().AddDirectory(directory); }
+
+// See Executor::ExecutionCount.
+JFA_EXPORT uint64_t jfa_execution_count() { return jfa::Executor::ExecutionCount(); }

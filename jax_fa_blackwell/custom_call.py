@@ -37,6 +37,7 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise RuntimeError(f"cannot load {path}; reinstall jax_fa_blackwell to build it: {error}") from error
     lib.jfa_plan_version.restype = ctypes.c_uint32
+    lib.jfa_execution_count.restype = ctypes.c_uint64
     lib.jfa_call_site_type_id.restype = ctypes.c_void_p
     lib.jfa_call_site_type_info.restype = ctypes.c_void_p
     lib.jfa_add_cubin_directory.argtypes = [ctypes.c_char_p]
@@ -60,6 +61,14 @@ def add_cubin_directory(directory: str | os.PathLike[str]) -> None:
       directory: path of the directory; it need not exist yet.
     """
     library().jfa_add_cubin_directory(os.fsencode(os.path.abspath(directory)))
+
+
+def execution_count() -> int:
+    """How often the executor has enqueued a plan in this process, on any device.
+
+    A captured CUDA graph replays without it: where the number grows by less than the calls made, XLA replayed a graph.
+    """
+    return library().jfa_execution_count()
 
 
 def register(platform: str = PLATFORM) -> None:

@@ -105,7 +105,9 @@ TEST(executor, ExecuteOnlyEnqueues) {
   jfa::Executor executor(f.plan, f.store);
   executor.Initialize(static_cast<jfa::cu::Stream>(fake::Stream(0)));
   ResetDriver();
+  const uint64_t before = jfa::Executor::ExecutionCount();
   for (int call = 0; call < 3; ++call) Execute(executor, fake::Stream(0, call), Operands(call));
+  EXPECT_EQ(jfa::Executor::ExecutionCount(), before + 3);
   const std::set<std::string> allowed = {"cuStreamGetCtx",  "cuCtxGetCurrent",        "cuCtxPushCurrent",
                                          "cuCtxPopCurrent", "cuTensorMapEncodeTiled", "cuMemsetD32Async",
                                          "cuLaunchKernelEx"};
