@@ -29,6 +29,8 @@ class Gemm:
         self.columns = 32
         while self.columns < config.n + self.a_columns:
             self.columns *= 2
+        # of 64 rows a CTA of a pair keeps the right half of N in the upper lanes
+        self.accumulator_columns = config.n // 2 if config.m_cta == 64 and self.pair else config.n
         bytes_k = config.k_tile * ELEMENT_BYTES[config.dtype]
         self.stage_bytes = bytes_k * (config.n + (config.m if self.shared_a else 0))
 
@@ -194,8 +196,9 @@ class Gemm:
             else:
                 part_a = fragment_a[None, None, step, tile]
             cute.gemm(mma, accumulator, part_a, fragment_b[None, None, step, stage], accumulator)
-        with cute.arch.elect_one():
-            tcgen05.commit(empty + stage, mask, self.group)
+        if cutlass.const_expr(tile + STAGES < K_TILES):  # nobody waits for the last ones
+            with cute.arch.elect_one():
+                tcgen05.commit(empty + stage, mask, self.group)
 
     def partition(self, atom, tile, coordinates):
         return cpasync.tma_partition(
@@ -206,7 +209,8 @@ class Gemm:
         """A as the MMA sees it in TMEM, tiles of K side by side, behind the accumulator."""
         layout = sm100_utils.make_smem_layout_a(mma, self.tiler, self.dtype, K_TILES)
         start = cute.recast_ptr(tmem + self.config.n, dtype=self.dtype)
-        return mma.make_fragment_A(cute.make_tensor(start, layout.outer))
+        # make_fragment_A gives the layout; of the place it knows nothing
+        return cute.make_tensor(start, mma.make_fragment_A(cute.make_tensor(start, layout.outer)).layout)
 
     @cute.jit
     def fill_a(self, a, tmem, thread, rank):
@@ -244,9 +248,9 @@ class Gemm:
         config = self.config
         tensor = cute.make_tensor(c, cute.make_layout((config.m, config.n), stride=(config.n, 1)))
         part = slice_mma.partition_C(tensor)
-        tile = ((cute.size(accumulator, mode=[0, 0]), cute.size(accumulator, mode=[0, 1])),)
+        columns = min(128, self.accumulator_columns)
+        tile = ((cute.size(accumulator, mode=[0, 0]), columns * config.n // self.accumulator_columns),)
         source, target = cute.zipped_divide(accumulator, tile), cute.zipped_divide(part, tile)
-        columns = config.n // 2 if config.m_cta == 64 and self.pair else config.n
         if cutlass.const_expr(config.m_cta == 64 and not self.pair):
             op = tcgen05.Ld16x256bOp(getattr(tcgen05.Repetition, f"x{columns // 8}"))
         else:
@@ -256,9 +260,10 @@ class Gemm:
         loaded, stored = mine.partition_S(source), mine.partition_D(target)
         registers = cute.make_rmem_tensor(stored[None, None, 0].shape, cutlass.Float32)
         cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
-        cute.copy(copy, loaded[None, None, 0], registers)
-        cute.arch.fence_view_async_tmem_load()
-        cute.autovec_copy(registers, stored[None, None, 0])
+        for i in cutlass.range_constexpr(cute.size(stored, mode=[2])):
+            cute.copy(copy, loaded[None, None, i], registers)
+            cute.arch.fence_view_async_tmem_load()
+            cute.autovec_copy(registers, stored[None, None, i])
         cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
 
 

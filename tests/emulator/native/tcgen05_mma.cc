@@ -424,6 +424,8 @@ void issue_commit(Warp& warp, const CommitData& d, int lane) {
   const uint32_t thread = cta.rank << 16 | static_cast<uint32_t>(warp.index * kLanes + lane);
   for (const TensorOp* earlier : tensor_pipe(cta).operations)
     if (earlier->thread == thread) op->after.push_back(earlier->id);
+  // A thread's commits signal in order of issue: kernels count on the last one, and the tensor pipe is a queue.
+  op->pipe = cluster.async.pipe(uint64_t{1} << 49 | thread);
   notify(cluster, *op, SyncKind::issue, 0, 0);
   cluster.async.submit(cluster, std::move(op));
 }
