@@ -12,6 +12,7 @@ from .dsl import MAJORS, compile_to_ptx, pointer, smem_atom_kind
 from .pipeline import STAGES, THREADS, TILE, Config
 
 ACCUMULATORS = 2
+STORING = 128  # threads of warps 4-7
 COLUMNS = 128
 
 
@@ -91,7 +92,7 @@ class Pipeline:
                     cute.arch.mbarrier_init(empty + i, 1)
                 for i in cutlass.range_constexpr(ACCUMULATORS):
                     cute.arch.mbarrier_init(ready + i, 1)
-                    cute.arch.mbarrier_init(free + i, THREADS // 2)
+                    cute.arch.mbarrier_init(free + i, STORING)
             cute.arch.mbarrier_init_fence()
             cute.arch.alloc_tmem(COLUMNS, holder)
         cute.arch.sync_threads()
@@ -101,18 +102,16 @@ class Pipeline:
         tiles = (m + TILE[0] - 1) // TILE[0] * tiles_n
         k_tiles = (k + TILE[2] - 1) // TILE[2]
 
-        if warp < 4:
-            if cutlass.const_expr(self.config.few_registers > 0):
-                cute.arch.setmaxregister_decrease(self.config.few_registers)
+        if warp >= 4 and warp < 8:
+            cute.arch.setmaxregister_increase(self.config.many_registers)
+            self.store(tmem, c, ready, free, thread - 128, block, blocks, tiles, tiles_n, m, n)
+        else:
+            cute.arch.setmaxregister_decrease(self.config.few_registers)
             if warp == 0:
                 work = (block, blocks, tiles, tiles_n, k_tiles)
                 self.load(map_a, coordinates_a, map_b, coordinates_b, tile_a, tile_b, full, empty, work)
             if warp == 1:
                 self.multiply(tile_a, tile_b, tmem, full, empty, ready, free, block, blocks, tiles, k_tiles)
-        else:
-            if cutlass.const_expr(self.config.many_registers > 0):
-                cute.arch.setmaxregister_increase(self.config.many_registers)
-            self.store(tmem, c, ready, free, thread - 128, block, blocks, tiles, tiles_n, m, n)
         cute.arch.sync_threads()
         if warp == 0:
             cute.arch.relinquish_tmem_alloc_permit()
@@ -138,6 +137,13 @@ class Pipeline:
                 if stage == STAGES:
                     stage = Int32(0)
                     parity ^= 1
+        # no commit may be on its way to this memory when the CTA ends
+        for _ in cutlass.range_constexpr(STAGES):
+            cute.arch.mbarrier_wait(empty + stage, parity)
+            stage += 1
+            if stage == STAGES:
+                stage = Int32(0)
+                parity ^= 1
 
     def partition(self, atom, tile, coordinates):
         return cpasync.tma_partition(
