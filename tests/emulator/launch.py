@@ -151,11 +151,6 @@ class TensorMap:
         if self.offset_bytes < 0 or self.offset_bytes % 16:
             raise ValueError(f"offset_bytes must be a non-negative multiple of 16; got {self.offset_bytes}")
         object.__setattr__(self, "dtype", name)
-        last = sum((d - 1) * s for d, s in zip(self.dims[1:], self.strides_bytes, strict=True))
-        end = self.offset_bytes + last + self.dims[0] * self.element_bytes
-        begin, past = _bounds(self.array)
-        if all(self.dims) and end > past - begin:
-            raise ValueError(f"the tensor map ends at byte {end} of an array of {past - begin} bytes")
 
     @property
     def element_bytes(self) -> int:

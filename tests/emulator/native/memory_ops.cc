@@ -295,6 +295,9 @@ void decode_atomic(Decoder& d, const Statement& s, Modifiers& m, Instruction& in
     case 3: data->access.space = Space::shared_cluster; break;
     default: data->access.space = Space::generic;
   }
+  // ptxas takes the space first, too.
+  m.take_one({"relaxed", "acquire", "release", "acq_rel"});
+  m.take_one({"cta", "cluster", "gpu", "sys"});
   int op = m.take_one({"and", "or", "xor", "exch", "cas", "add", "inc", "dec", "min", "max"}, -2);
   data->op = static_cast<Atomic>(op);
   bool noftz = m.take("noftz");

@@ -414,15 +414,37 @@ Step run_setp_packed(Warp& w, const Instruction& in, uint32_t mask) {
   return Step::next;
 }
 
+/// What "true" is in a result type of set; 0 if the type is none.
+uint32_t true_of(Type result) {
+  switch (result) {
+    case Type::u32: case Type::s32: return 0xffffffffu;
+    case Type::u16: case Type::s16: return 0xffffu;
+    case Type::f32: return 0x3f800000u;
+    case Type::f16: return 0x3c00u;
+    case Type::bf16: return 0x3f80u;
+    case Type::f16x2: return 0x3c003c00u;
+    case Type::bf16x2: return 0x3f803f80u;
+    default: return 0;
+  }
+}
+
 Step run_set(Warp& w, const Instruction& in, uint32_t mask) {
   const CompareData& data = in.as<CompareData>();
-  uint32_t r = data.relation(w, in);
-  if (data.combine >= 0) {
+  auto relation = [&](Relation relate) {
+    uint32_t r = relate(w, in);
+    if (data.combine < 0) return r;
     uint32_t c = w.pred(in.slot[4]);
-    r = combined(r, data.negate_c ? ~c : c, data.combine);
+    return combined(r, data.negate_c ? ~c : c, data.combine);
+  };
+  uint32_t low = relation(data.relation), yes = true_of(data.result);
+  if (!data.relation_high) {
+    for_lanes(w.r32(in.slot[0]), mask, [&](int i) { return lane_bits<uint32_t>(low, i) & yes; });
+    return Step::next;
   }
-  uint32_t yes = data.result == Type::f32 ? 0x3f800000u : 0xffffffffu;
-  for_lanes(w.r32(in.slot[0]), mask, [&](int i) { return lane_bits<uint32_t>(r, i) & yes; });
+  uint32_t high = relation(data.relation_high);
+  for_lanes(w.r32(in.slot[0]), mask, [&](int i) {
+    return (lane_bits<uint32_t>(low, i) & yes & 0xffffu) | (lane_bits<uint32_t>(high, i) & yes & 0xffff0000u);
+  });
   return Step::next;
 }
 
@@ -465,7 +487,10 @@ void decode_compare(Decoder& d, const Statement& s, Modifiers& m, Instruction& i
       in.exec = in.slot[1] == kNoSlot ? run_setp<false> : run_setp<true>;
     }
   } else {
-    if (packed || (result != Type::u32 && result != Type::s32 && result != Type::f32)) unsupported(s, "");
+    if (true_of(result) == 0) unsupported(s, "");
+    // Packed sources give packed results; 32-bit ones other than that are for the ordinary types.
+    bool halves = result == Type::f16x2 || result == Type::bf16x2;
+    if (packed ? type_bits(result) != 32 || result == Type::f32 : halves) unsupported(s, "");
     in.slot[0] = d.destination(to, result);
     in.exec = run_set;
   }
