@@ -81,7 +81,8 @@ def operands(config: gemm.Config, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """A [M, K] and B [N, K], small integers: every sum is exact in fp32, whatever the order."""
     rng = np.random.default_rng(seed)
     dtype = NUMPY[config.dtype]
-    return tuple(rng.integers(-3, 4, (rows, config.k)).astype(dtype) for rows in (config.m, config.n))
+    a, b = (rng.integers(-3, 4, (rows, config.k)).astype(dtype) for rows in (config.m, config.n))
+    return a, b
 
 
 def tensor_map(config: gemm.Config, operand: str, array: np.ndarray) -> emulator.TensorMap:

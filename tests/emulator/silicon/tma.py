@@ -51,8 +51,9 @@ def _load(
     rank = len(dims)
     tensor = Map("tensor", dtype, dims, strides, box, element_strides, swizzle, fill, offset_bytes)
     size = tensor.box_bytes
-    if element_strides:
-        size = int(np.prod([-(-b // s) for b, s in zip(box, element_strides, strict=True)])) * MAP_DTYPES[dtype][1]
+    if element_strides:  # of the innermost dimension it is ignored
+        steps = (1, *element_strides[1:])
+        size = int(np.prod([-(-b // s) for b, s in zip(box, steps, strict=True)])) * MAP_DTYPES[dtype][1]
     room = -(-size // 128) * 128
     if swizzle != "none":  # a row narrower than the swizzle's span still takes the span
         room = max(room, int(np.prod(box[1:])) * int(swizzle[:-1]))
