@@ -19,10 +19,10 @@ def _names(rank: int) -> str:
     return ", ".join(f"r{10 + i}" for i in range(rank))
 
 
-def _array(dtype: str, dims: Sequence[int], strides: Sequence[int], seed: int) -> np.ndarray:
+def _array(dtype: str, dims: Sequence[int], strides: Sequence[int], seed: int, offset: int = 0) -> np.ndarray:
     """Global memory of a tensor: distinct small values everywhere, the pitch padding too."""
     size = MAP_DTYPES[dtype][1]
-    total = (strides[-1] if strides else size) * dims[-1]
+    total = offset + max(stride * extent for stride, extent in zip((size, *strides), dims, strict=True))
     if dtype in ("f32", "tf32"):
         values = generator(seed).integers(-2000, 2000, total // 4).astype(np.float32) + np.float32(0.37)
         return values.view(np.uint32)
@@ -104,7 +104,7 @@ COPY:
         name=name,
         ptx=entry("map map, u64 coords, u64 out", body, shared=_shared(room)),
         buffers={
-            "tensor": _array(dtype, dims, strides, 71),
+            "tensor": _array(dtype, dims, strides, 71, offset_bytes),
             "coords": np.array(coords, np.int32).ravel(),
             "out": poison(room // 4 * len(coords)),
         },
@@ -272,6 +272,27 @@ def start_cases() -> list[Micro]:
     ]
 
 
+def ragged_cases() -> list[Micro]:
+    """Tensors whose rows are no multiple of 16 bytes long: is the end of a row kept to the element, or to 16 bytes?"""
+    coords = [(0, 0), (32, 8), (16, 16), (40, 24)]
+    pitch, box = (112,), (8, 8)
+    return [
+        _load("tma_ragged_load_bf16", "bf16", (45, 27), pitch, box, coords),
+        _load("tma_ragged_load_bf16_nan_fill", "bf16", (45, 27), pitch, box, coords, fill="nan"),
+        _load("tma_ragged_load_bf16_swizzled", "bf16", (45, 27), pitch, (32, 8), [(0, 0), (32, 24)], swizzle="64B"),
+        _load("tma_ragged_load_u8", "u8", (37, 27), (48,), (16, 8), [(0, 0), (32, 8)]),
+        _load("tma_ragged_load_f32", "f32", (43, 27), (224,), box, coords),
+        _load("tma_ragged_load_1d_f32", "f32", (101,), (), (32,), [(0,), (96,)]),
+        _store("tma_ragged_store_bf16", "bf16", (45, 27), pitch, box, coords),
+        _store("tma_ragged_store_u8", "u8", (37, 27), (48,), (16, 8), [(0, 0), (32, 8)]),
+        _store("tma_ragged_store_f32", "f32", (43, 27), (224,), box, coords),
+        _store("tma_ragged_store_1d_f32", "f32", (101,), (), (32,), [(0,), (96,)]),
+        _store("tma_ragged_add_f32", "f32", (43, 27), (224,), box, coords, reduce="add"),
+        _store("tma_ragged_add_bf16", "bf16", (45, 27), pitch, box, coords, reduce="add"),
+        _store("tma_even_add_bf16", "bf16", (40, 27), pitch, box, coords, reduce="add"),
+    ]
+
+
 def store_cases() -> list[Micro]:
     disjoint = [(0, 0), (32, 8), (8, 16), (40, 24), (48, 0), (0, 24)]
     f32 = ("f32", (44, 27), (224,), (8, 8), disjoint)
@@ -378,4 +399,4 @@ END:
 
 
 def cases() -> list[Micro]:
-    return load_cases() + start_cases() + store_cases() + bulk_cases()
+    return load_cases() + start_cases() + ragged_cases() + store_cases() + bulk_cases()
