@@ -85,15 +85,12 @@ def _fold_into_batch(axis_size, in_batched, *arrays):
 
 def _unbatched(out, grad_out, *grad_lse):
     batch, tokens, heads, head_dim = out.shape
-    result = jax.ShapeDtypeStruct((batch, heads, tokens), _sum_dtype(out))
-    if 0 in result.shape:
-        return jnp.zeros(result.shape, result.dtype)
     spec = DeltaSpec(batch, tokens, heads, head_dim, out.dtype.name, bool(grad_lse))
     if spec.limit():
         return _expression(out, grad_out, *grad_lse)
 
     def kernel(*arrays):
-        return lowering.deferred(_launch, spec, arrays, [result])[0]
+        return lowering.deferred(_launch, spec, arrays, _expression)
 
     return jax.lax.platform_dependent(out, grad_out, *grad_lse, cuda=kernel, default=_expression)
 
@@ -110,9 +107,9 @@ def _launch(spec: DeltaSpec, *arrays):
     """Traced when lowering for CUDA: the kernel, or the expression where no device has an architecture we know."""
     arches = lowering.arches()
     if not arches:
-        return [_expression(*arrays)]
+        return _expression(*arrays)
     found = [cubins.find(spec.variant, arch) for arch in arches]
     for cubin in found:
         custom_call.add_cubin_directory(cubin.folder)
     result = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.tokens), jnp.float32)
-    return custom_call.call(plan.make_plan(spec, found), arrays, [result])
+    return custom_call.call(plan.make_plan(spec, found), arrays, [result])[0]

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -27,12 +26,12 @@ _deferred_p.multiple_results = True
 @_deferred_p.def_abstract_eval
 def _abstract(*_, function, static, results):
     del function, static
-    return [ShapedArray(result.shape, result.dtype) for result in results]
+    return list(results)
 
 
 def _body(*arrays, function, static, results):
     del results
-    return list(function(static, *arrays))
+    return [function(static, *arrays)]
 
 
 mlir.register_lowering(_deferred_p, mlir.lower_fun(_body, multiple_results=True))
@@ -44,11 +43,11 @@ def _run(*arrays, **params):
 
 
 def deferred(
-    function: Callable[..., Sequence[jax.Array]],
+    function: Callable[..., jax.Array],
     static: Hashable,
     arrays: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct],
-) -> list[jax.Array]:
+    like: Callable[..., jax.Array],
+) -> jax.Array:
     """``function(static, *arrays)``, traced when the program around it is lowered.
 
     It has no rule for vmap or differentiation; callers bring one around it.
@@ -57,10 +56,11 @@ def deferred(
       function: of module level, so that equal calls share a compilation.
       static: its first argument, hashable.
       arrays: the others.
-      results: shape and dtype of what it returns.
+      like: takes ``arrays`` and returns what ``function`` will, by a way that can be traced now. Only the types of its
+        result are used: shape, dtype, and how it varies over the axes of a mesh (``jax.shard_map``).
     """
-    frozen = tuple(jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results)
-    return _deferred_p.bind(*arrays, function=function, static=static, results=frozen)
+    results = tuple(jax.make_jaxpr(like)(*arrays).out_avals)
+    return _deferred_p.bind(*arrays, function=function, static=static, results=results)[0]
 
 
 def arches() -> tuple[str, ...]:

@@ -160,6 +160,22 @@ class TestTransformations:
         assert len(plans) == 1
 
 
+class TestShardMap:
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_in_shard_map(self, check_vma):
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec("data")
+        mapped = jax.shard_map(delta, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+        arguments = inputs((2, 5, 3, 72))
+        result = jax.jit(mapped)(*arguments)
+        chex.assert_trees_all_close(np.asarray(result), expected(*arguments), rtol=1e-5, atol=1e-5)
+        gradient = jax.jit(jax.grad(lambda *args: (mapped(*args) ** 2).sum()))
+        assert gradient(*arguments).shape == (2, 5, 3, 72)
+        plans, text = lowered_plans(mapped, *arguments)
+        assert len(plans) == 1
+        assert custom_call.TARGET in text
+
+
 class TestLowering:
     @pytest.mark.parametrize("with_lse", [False, True])
     def test_cuda_program_has_the_custom_call_and_no_callback(self, with_lse, compiled):
