@@ -1,7 +1,7 @@
 """An independent model of PTX float arithmetic: exact rationals, rounded by comparison, one value at a time.
 
-It shares nothing with the emulator's library (which rounds with error-free transformations and bit shifts), is slow, and is plain
-enough to be checked against the PTX ISA by reading.
+It shares nothing with the emulator's library (which rounds with error-free transformations and bit shifts), is slow,
+and is plain enough to be checked against the PTX ISA by reading.
 """
 
 import math
@@ -51,15 +51,8 @@ def decode(bits: int, form: Format) -> float:
     return sign * math.ldexp((1 << form.mantissa_bits) + mantissa, exponent - form.bias - form.mantissa_bits)
 
 
-def magnitude(bits: int, form: Format) -> Fraction:
-    """The value of a positive pattern, infinity counting as the number that would come next."""
-    exponent, mantissa = bits >> form.mantissa_bits, bits & ((1 << form.mantissa_bits) - 1)
-    unit = Fraction(2) ** (max(exponent, 1) - form.bias - form.mantissa_bits)
-    return (mantissa + ((1 << form.mantissa_bits) if exponent else 0)) * unit
-
-
 def round_exact(value: Fraction, form: Format, mode: str, zero_sign: int = 0) -> int:
-    """Rounds an exact value: finds its two neighbours among the patterns and chooses one by `mode`.
+    """Rounds an exact value to one of the two patterns around it.
 
     Args:
         value: the exact result.
@@ -70,26 +63,23 @@ def round_exact(value: Fraction, form: Format, mode: str, zero_sign: int = 0) ->
     if value == 0:
         return form.sign if zero_sign else 0
     negative, size = value < 0, abs(value)
-    low, high = 0, form.infinity
-    while high - low > 1:  # patterns of positive numbers are in the order of their values
-        middle = (low + high) // 2
-        if magnitude(middle, form) <= size:
-            low = middle
-        else:
-            high = middle
-    if size >= magnitude(form.infinity, form):
-        low, high = form.infinity - 1, form.infinity
-    below, above = magnitude(low, form), magnitude(high, form)
-    if size == below:
-        chosen = low
-    elif mode == "rz" or (mode == "rm" and not negative) or (mode == "rp" and negative):
-        chosen = low
-    elif mode in ("rm", "rp"):
-        chosen = high
+    # The pattern at or below |value|, and how far above it the value lies, in units of its last digit.
+    power = size.numerator.bit_length() - size.denominator.bit_length()
+    power -= int(size < Fraction(2) ** power)  # 2^power <= |value| < 2^(power + 1)
+    power = max(power, 1 - form.bias)
+    units = size / Fraction(2) ** (power - form.mantissa_bits)
+    whole = math.floor(units)
+    rest = units - whole
+    low = whole + ((power + form.bias - 1) << form.mantissa_bits)
+    if low >= form.infinity:  # beyond the largest number: neither of its neighbours is near
+        low, rest = form.infinity - 1, Fraction(9, 10)
+    if mode in ("rm", "rp"):
+        up = rest > 0 and negative == (mode == "rm")
+    elif mode == "rz":
+        up = False
     else:
-        twice = 2 * size
-        tie_up = mode == "rna" or low % 2 == 1
-        chosen = high if twice > below + above or (twice == below + above and tie_up) else low
+        up = rest > Fraction(1, 2) or (rest == Fraction(1, 2) and (mode == "rna" or low % 2 == 1))
+    chosen = low + int(up)
     return chosen | (form.sign if negative else 0)
 
 
@@ -153,12 +143,12 @@ def saturate(bits: int, form: Format) -> int:
 
 
 def samples(form: Format, count: int, seed: int) -> np.ndarray:
-    """Bit patterns that matter: every special value, ties, neighbours of powers of two, and uniformly random patterns."""
+    """Bit patterns that matter: every special value, neighbours of powers of two, and uniformly random patterns."""
     rng = np.random.default_rng(seed)
     top = form.infinity
     one = form.bias << form.mantissa_bits
-    specials = [0, 1, 2, form.infinity - 1, top, top + 1, form.nan, one, one + 1, one - 1, one | 1, 1 << form.mantissa_bits,
-                (1 << form.mantissa_bits) - 1, (1 << form.mantissa_bits) + 1]  # fmt: skip
+    normal = 1 << form.mantissa_bits
+    specials = [0, 1, 2, normal - 1, normal, normal + 1, one - 1, one, one + 1, top - 1, top, top + 1, form.nan]
     specials += [s | form.sign for s in specials]
     random = rng.integers(0, 2 * form.sign, count, dtype=np.uint64)
     near = one + rng.integers(-3 << form.mantissa_bits, 3 << form.mantissa_bits, count)

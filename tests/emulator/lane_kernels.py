@@ -1,4 +1,4 @@
-"""Kernels that apply one PTX fragment to arrays, element by element: how the tests of arithmetic reach an instruction."""
+"""Kernels that apply one PTX fragment to arrays, element by element: how tests of arithmetic reach an instruction."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,9 @@ def elementwise_ptx(body: str, inputs: Sequence[np.dtype], output: np.dtype) -> 
     lines.append(".reg .b32 %index, %t;\n.reg .b64 %at, %offset;")
     for name, dtype in zip((*names, "z"), (*inputs, output), strict=True):
         lines.append(f".reg .{ACCESS[dtype.itemsize][1]} %{name};")
-    lines.append("mov.u32 %t, %ctaid.x;\nmad.lo.s32 %index, %t, 128, 0;\nmov.u32 %t, %tid.x;\nadd.s32 %index, %index, %t;")
+    lines.append(
+        "mov.u32 %t, %ctaid.x;\nmad.lo.s32 %index, %t, 128, 0;\nmov.u32 %t, %tid.x;\nadd.s32 %index, %index, %t;"
+    )
     for name, dtype in zip(names, inputs, strict=True):
         lines.append(f"ld.param.b64 %at, [p_{name}];\nmul.wide.u32 %offset, %index, {dtype.itemsize};")
         lines.append(f"add.s64 %at, %at, %offset;\nld.global.{ACCESS[dtype.itemsize][0]} %{name}, [%at];")

@@ -1,6 +1,6 @@
 """PTX kernels around one bulk copy, for tests: shared memory to an array, or an array to shared memory.
 
-All have one CTA of 128 threads. Dynamic shared memory holds the data at its start (1024-byte aligned), then one mbarrier.
+All have one CTA of 128 threads. Dynamic shared memory holds the data (1024-byte aligned), then one mbarrier.
 """
 
 from emulator.lane_kernels import HEADER
@@ -23,30 +23,34 @@ mov.b32 %smem, shared;
 """
 LOOP_HEAD = """mov.b32 %word, %tid;
 {label}:
+setp.ge.u32 %p, %word, {words};
+@%p bra {label}_END;
 mad.lo.s32 %value, %word, 4, %smem;
 mul.wide.u32 %global, %word, 4;
 add.s64 %global, %global, %array;
 """
 LOOP_TAIL = """add.s32 %word, %word, 128;
-setp.lt.u32 %p, %word, {words};
-@%p bra {label};
+bra {label};
+{label}_END:
 """
 
 
 def copy_out(nbytes: int, label: str = "OUT") -> str:
     """All threads copy shared memory to the array."""
     body = "{ .reg .b32 w; ld.shared.b32 w, [%value]; st.global.b32 [%global], w; }\n"
-    return LOOP_HEAD.format(label=label) + body + LOOP_TAIL.format(label=label, words=nbytes // 4)
+    return LOOP_HEAD.format(label=label, words=nbytes // 4) + body + LOOP_TAIL.format(label=label)
 
 
 def copy_in(nbytes: int, label: str = "IN") -> str:
     """All threads copy the array to shared memory."""
     body = "{ .reg .b32 w; ld.global.b32 w, [%global]; st.shared.b32 [%value], w; }\n"
-    return LOOP_HEAD.format(label=label) + body + LOOP_TAIL.format(label=label, words=nbytes // 4)
+    return LOOP_HEAD.format(label=label, words=nbytes // 4) + body + LOOP_TAIL.format(label=label)
 
 
-def load_ptx(instruction: str, nbytes: int, coordinates: int, *, shared_bytes: int | None = None, expect: int | None = None) -> str:
-    """A kernel (map, array, coordinates...) that runs `instruction` in one thread, waits, and copies `shared_bytes` out.
+def load_ptx(
+    instruction: str, nbytes: int, coordinates: int, *, shared_bytes: int | None = None, expect: int | None = None
+) -> str:
+    """A kernel (map, array, coordinates...): one thread runs `instruction`; all wait, then copy `shared_bytes` out.
 
     `instruction` may use %smem, %map, %bar, %size (nbytes) and {coords}. `expect`: bytes announced to the mbarrier.
     """
@@ -75,7 +79,9 @@ ret;
 }}"""
 
 
-def store_ptx(instructions: str, nbytes: int, coordinates: int, *, after: str = "", wait: str = "cp.async.bulk.wait_group 0;") -> str:
+def store_ptx(
+    instructions: str, nbytes: int, coordinates: int, *, after: str = "", wait: str = "cp.async.bulk.wait_group 0;"
+) -> str:
     """A kernel (map, array, coordinates...) that fills shared memory from the array, then stores it in one thread.
 
     `after` runs in that thread between the commit and the wait.

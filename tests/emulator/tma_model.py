@@ -1,4 +1,4 @@
-"""An independent numpy model of TMA tiles: index arithmetic over whole boxes, swizzle patterns as the PTX ISA tabulates them."""
+"""An independent numpy model of TMA tiles: index arithmetic over boxes, swizzles as the PTX ISA tabulates them."""
 
 from dataclasses import dataclass
 

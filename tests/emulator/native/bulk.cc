@@ -105,7 +105,7 @@ std::string GlobalSide::describe() const {
   return text + ")";
 }
 
-// ---- loads ------------------------------------------------------------------------------------------------------------------------
+// ---- loads --------------------------------------------------------------------------------------
 
 void BulkLoad::poison() {
   if (reduces) return;  // a reduction needs what is there
@@ -128,7 +128,8 @@ void BulkLoad::land(Cluster& cluster, const LoadTarget& target) {
       std::memcpy(d, s, global.size);
     }
     notify(cluster, *this, Access::read, Region::shared, source_cta->address(source), global.size);
-    notify(cluster, *this, reduces ? Access::reduce : Access::write, Region::shared, target.cta->address(target.offset), global.size);
+    notify(cluster, *this, reduces ? Access::reduce : Access::write, Region::shared, target.cta->address(target.offset),
+           global.size);
     return;
   }
   Joined reads(cluster, *this, Access::read, Region::global);
@@ -167,7 +168,8 @@ bool BulkLoad::needs_cta(uint32_t rank) const {
 
 std::string BulkLoad::describe() const {
   std::string text = source_cta != nullptr
-                         ? format("%s of %u bytes from shared 0x%x", reduces ? "bulk reduction" : "bulk copy", global.size, source_cta->address(source))
+                         ? format("%s of %u bytes from shared 0x%x", reduces ? "bulk reduction" : "bulk copy",
+                                  global.size, source_cta->address(source))
                          : std::string(global.tile ? "TMA load of " : "bulk load of ") + global.describe();
   for (size_t i = next_; i < targets.size(); ++i) {
     text += format(" to shared 0x%x (mbarrier 0x%x)", targets[i].cta->address(targets[i].offset),
@@ -176,7 +178,7 @@ std::string BulkLoad::describe() const {
   return text;
 }
 
-// ---- stores -----------------------------------------------------------------------------------------------------------------------
+// ---- stores -------------------------------------------------------------------------------------
 
 void BulkStore::read(Cluster& cluster) {
   data_.reserve(global.bytes());
@@ -227,8 +229,10 @@ bool BulkStore::advance(Cluster& cluster) {
 bool BulkStore::needs_cta(uint32_t rank) const { return data_.empty() && cta->rank == rank; }
 
 std::string BulkStore::describe() const {
-  const char* kind = global.tile ? (reduces ? "TMA reduction of " : "TMA store of ") : (reduces ? "bulk reduction of " : "bulk store of ");
-  return kind + global.describe() + format(" from shared 0x%x%s", cta->address(source), data_.empty() ? "" : ", source read");
+  const char* kind = global.tile ? (reduces ? "TMA reduction of " : "TMA store of ")
+                                 : (reduces ? "bulk reduction of " : "bulk store of ");
+  return kind + global.describe() +
+         format(" from shared 0x%x%s", cta->address(source), data_.empty() ? "" : ", source read");
 }
 
 }  // namespace emu

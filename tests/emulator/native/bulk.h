@@ -1,7 +1,9 @@
-// Bulk copies in flight: what cp.async.bulk and cp.reduce.async.bulk, with and without a tensor map, hand to the asynchronous queue.
+// Bulk copies in flight: what cp.async.bulk and cp.reduce.async.bulk, with and without a tensor map, hand to the
+// asynchronous queue.
 //
-// A load poisons its destination when it is issued and writes it when it lands, one destination CTA a stage. A store reads shared memory
-// in its first stage (then the source may be reused: wait_group.read) and writes global memory in its second (wait_group).
+// A load poisons its destination when it is issued and writes it when it lands, one destination CTA a stage. A store
+// reads shared memory in its first stage (then the source may be reused: wait_group.read) and writes global memory in
+// its second (wait_group).
 #pragma once
 
 #include <memory>
@@ -16,7 +18,7 @@ namespace emu {
 /// The global side of a copy: a tile of a tensor, or plain bytes.
 struct GlobalSide {
   std::optional<Tile> tile;
-  uint64_t address = 0;         // plain bytes
+  uint64_t address = 0;  // plain bytes
   uint32_t size = 0;
 
   uint32_t bytes() const { return tile ? tile->bytes() : size; }
@@ -39,9 +41,9 @@ struct LoadTarget {
 class BulkLoad : public AsyncOp {
  public:
   GlobalSide global;
-  Cta* source_cta = nullptr;    // not null: a copy between shared memories
+  Cta* source_cta = nullptr;  // not null: a copy between shared memories
   uint32_t source = 0;
-  bool reduces = false;         // of shared memory by shared memory
+  bool reduces = false;  // of shared memory by shared memory
   Reduction reduction = Reduction::add;
   ReduceType type = ReduceType::u32;
   std::vector<LoadTarget> targets;
@@ -77,7 +79,7 @@ class BulkStore : public AsyncOp {
  private:
   void read(Cluster& cluster);
   void write(Cluster& cluster);
-  std::vector<uint8_t> data_;   // filled by the first stage, in the order of GlobalSide::walk
+  std::vector<uint8_t> data_;  // filled by the first stage, in the order of GlobalSide::walk
 };
 
 /// Reports a memory event to the launch's observer, if there is one.

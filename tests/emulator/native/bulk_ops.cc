@@ -1,4 +1,5 @@
-// Opcodes of bulk copies: cp.async.bulk, cp.async.bulk.tensor, cp.reduce.async.bulk, their tensor form, prefetches and bulk groups.
+// Opcodes of bulk copies: cp.async.bulk, cp.async.bulk.tensor, cp.reduce.async.bulk, their tensor form, prefetches and
+// bulk groups.
 #include <string>
 
 #include "bulk.h"
@@ -13,25 +14,26 @@ enum class Direction : uint8_t { load_cta, load_cluster, store, shared_to_shared
 struct BulkData : Payload {
   Direction direction = Direction::load_cta;
   bool tensor = false, rows = false, multicast = false, reduces = false;
-  int dims = 0;             // .1d to .5d
+  int dims = 0;  // .1d to .5d
   int cta_group = 1;
   Reduction reduction = Reduction::add;
   ReduceType type = ReduceType::u32;
-  Address shared;           // destination of a load, source of a store
-  Address map;              // tensor map, or the global address
-  Address source;           // shared source of a copy between shared memories
+  Address shared;  // destination of a load, source of a store
+  Address map;     // tensor map, or the global address
+  Address source;  // shared source of a copy between shared memories
   Address barrier;
   std::array<Slot, kMaxRank> coords{};
   Slot size = kNoSlot, mask = kNoSlot, byte_mask = kNoSlot;
-  const char* what = "";    // for verdicts
+  const char* what = "";  // for verdicts
 };
 
-// ---- execution --------------------------------------------------------------------------------------------------------------------
+// ---- execution ----------------------------------------------------------------------------------
 
 TensorMapData read_map(Warp& warp, int lane, const BulkData& data) {
   const uint64_t address = warp.address(data.map, lane);
   if (address % 64 != 0) {
-    fail_lane(lane, Fault::misaligned, "tensor map at 0x%llx, expected a multiple of 64", static_cast<unsigned long long>(address));
+    fail_lane(lane, Fault::misaligned, "tensor map at 0x%llx, expected a multiple of 64",
+              static_cast<unsigned long long>(address));
   }
   TensorMapData map;
   std::memcpy(&map, warp.cta->cluster->grid->global_at(address, sizeof map, Access::read, "tensor map"), sizeof map);
@@ -51,15 +53,17 @@ GlobalSide global_side(Warp& warp, int lane, const BulkData& data, Access access
       tile.coords[static_cast<size_t>(i)] = static_cast<int32_t>(warp.r32(data.coords[static_cast<size_t>(i)])[lane]);
     }
     if (tile.map.rank != data.dims) {
-      fail_lane(lane, Fault::tensor_map, "%s has .%dd, but its tensor map has rank %d", data.what, data.dims, tile.map.rank);
+      fail_lane(lane, Fault::tensor_map, "%s has .%dd, but its tensor map has rank %d", data.what, data.dims,
+                tile.map.rank);
     }
     if (data.rows && tile.map.box[1] != 1) {
       fail_lane(lane, Fault::tensor_map, "%s needs a box of 1 row, the tensor map has %u", data.what, tile.map.box[1]);
     }
     const int64_t start = static_cast<int64_t>(tile.coords[0]) * element_bytes(tile.map.type);
     if (start % 16 != 0) {  // an H200 raises "illegal instruction"
-      fail_lane(lane, Fault::misaligned, "%s: the box starts at element %d, %lld bytes into its row, expected a multiple of 16 bytes",
-                data.what, tile.coords[0], static_cast<long long>(start));
+      fail_lane(lane, Fault::misaligned,
+                "%s: the box starts at element %d, %lld bytes into its row, expected a multiple of 16 bytes", data.what,
+                tile.coords[0], static_cast<long long>(start));
     }
     side.tile = tile;
   } else {
@@ -81,11 +85,13 @@ void check_size(int lane, const BulkData& data, uint32_t size) {
 }
 
 // CTA and offset of the shared end, with its alignment, bounds and barrier rules.
-Cta& shared_side(Warp& warp, int lane, const BulkData& data, uint64_t address, const GlobalSide& global, bool own, uint32_t* offset) {
+Cta& shared_side(Warp& warp, int lane, const BulkData& data, uint64_t address, const GlobalSide& global, bool own,
+                 uint32_t* offset) {
   Cta& cta = warp.cta->cluster->shared_cta(address, offset);
   if (own && &cta != warp.cta) {
-    fail_lane(lane, Fault::illegal_operand, "%s: shared address 0x%llx lies in CTA %u of the cluster, expected the executing CTA %u",
-              data.what, static_cast<unsigned long long>(address), cta.rank, warp.cta->rank);
+    fail_lane(lane, Fault::illegal_operand,
+              "%s: shared address 0x%llx lies in CTA %u of the cluster, expected the executing CTA %u", data.what,
+              static_cast<unsigned long long>(address), cta.rank, warp.cta->rank);
   }
   if (cta.ended()) fail_lane(lane, Fault::out_of_bounds, "%s: CTA %u of the cluster has ended", data.what, cta.rank);
   const uint32_t alignment = data.tensor ? 128 : 16;
@@ -122,8 +128,8 @@ void add_multicast(Warp& warp, int lane, const BulkData& data, BulkLoad& load, c
   Cluster& cluster = *warp.cta->cluster;
   const uint32_t mask = warp.r32(data.mask)[lane] & 0xffff;
   if (mask == 0 || mask >> cluster.ctas.size() != 0) {
-    fail_lane(lane, Fault::illegal_operand, "%s: CTA mask 0x%x, expected a nonzero mask of the cluster's %zu CTAs", data.what, mask,
-              cluster.ctas.size());
+    fail_lane(lane, Fault::illegal_operand, "%s: CTA mask 0x%x, expected a nonzero mask of the cluster's %zu CTAs",
+              data.what, mask, cluster.ctas.size());
   }
   for (uint32_t rank = 0; rank < cluster.ctas.size(); ++rank) {
     if ((mask >> rank & 1) == 0) continue;
@@ -150,7 +156,8 @@ void issue_load(Warp& warp, int lane, const BulkData& data) {
   if (data.direction == Direction::shared_to_shared) {
     load->global.size = warp.r32(data.size)[lane];
     check_size(lane, data, load->global.size);
-    load->source_cta = &shared_side(warp, lane, data, warp.address(data.source, lane), load->global, true, &load->source);
+    load->source_cta =
+        &shared_side(warp, lane, data, warp.address(data.source, lane), load->global, true, &load->source);
     load->reduces = data.reduces;
     load->reduction = data.reduction;
     load->type = data.type;
@@ -162,16 +169,17 @@ void issue_load(Warp& warp, int lane, const BulkData& data) {
   target.cta = &shared_side(warp, lane, data, warp.address(data.shared, lane), load->global, own, &target.offset);
   target.barrier_cta = &barrier_side(warp, lane, data, &target.barrier);
   if (load->source_cta == target.cta) {
-    fail_lane(lane, Fault::illegal_operand, "%s within CTA %u, expected a destination in another CTA of the cluster", data.what,
-              target.cta->rank);
+    fail_lane(lane, Fault::illegal_operand, "%s within CTA %u, expected a destination in another CTA of the cluster",
+              data.what, target.cta->rank);
   }
   if (data.multicast) {
     add_multicast(warp, lane, data, *load, target);
   } else {
     const uint32_t pair = data.cta_group == 2 ? ~1u : ~0u;
     if ((target.cta->rank & pair) != (target.barrier_cta->rank & pair)) {
-      fail_lane(lane, Fault::illegal_operand, "%s: destination in CTA %u, mbarrier in CTA %u; .cta_group::%d allows %s", data.what,
-                target.cta->rank, target.barrier_cta->rank, data.cta_group, data.cta_group == 2 ? "the same pair" : "the same CTA");
+      fail_lane(lane, Fault::illegal_operand, "%s: destination in CTA %u, mbarrier in CTA %u; .cta_group::%d allows %s",
+                data.what, target.cta->rank, target.barrier_cta->rank, data.cta_group,
+                data.cta_group == 2 ? "the same pair" : "the same CTA");
     }
     add_target(warp, lane, data, *load, target);
   }
@@ -190,15 +198,16 @@ void issue_store(Warp& warp, int lane, const BulkData& data) {
   if (data.tensor) {
     const Tile& tile = *store->global.tile;
     if (tile.has_negative()) {
-      fail_lane(lane, Fault::illegal_operand, "%s: %s: a start coordinate is negative, which stores do not allow", data.what,
-                store->global.describe().c_str());
+      fail_lane(lane, Fault::illegal_operand, "%s: %s: a start coordinate is negative, which stores do not allow",
+                data.what, store->global.describe().c_str());
     }
     if (data.reduces && !reduce_type(tile.map.type, data.reduction, &store->type)) {
       fail_lane(lane, Fault::tensor_map, "%s: no .%s of element type %s", data.what, reduction_name(data.reduction),
                 tma_type_name(tile.map.type));
     }
     if (tile.map.type >= TmaType::f32_ftz) {
-      fail_lane(lane, Fault::unsupported, "%s: stores of element type %s are not known here", data.what, tma_type_name(tile.map.type));
+      fail_lane(lane, Fault::unsupported, "%s: stores of element type %s are not known here", data.what,
+                tma_type_name(tile.map.type));
     }
   }
   store->cta = &shared_side(warp, lane, data, warp.address(data.shared, lane), store->global, true, &store->source);
@@ -226,13 +235,14 @@ Step run_bulk(Warp& warp, const Instruction& in, uint32_t mask) {
   return Step::next;
 }
 
-// ---- decoding ---------------------------------------------------------------------------------------------------------------------
+// ---- decoding -----------------------------------------------------------------------------------
 
 // Modifiers of all forms; the compilers write them in different orders.
 struct Form {
-  std::string destination, source;   // state spaces
+  std::string destination, source;  // state spaces
   int dims = 0;
-  bool prefetch_l2 = false, mbarrier = false, bulk_group = false, hint = false, multicast = false, mask = false, noftz = false;
+  bool prefetch_l2 = false, mbarrier = false, bulk_group = false, hint = false, multicast = false, mask = false,
+       noftz = false;
   std::string mode = "tile", cta_group, reduction, type;
 };
 
@@ -248,7 +258,8 @@ Form parse_form(const Statement& statement, size_t first) {
   for (size_t i = first; i < statement.opcode.size(); ++i) {
     const std::string& part = statement.opcode[i];
     if (part.size() == 2 && part[1] == 'd' && part[0] >= '1' && part[0] <= '5') form.dims = part[0] - '0';
-    else if (one_of(part, {"shared::cta", "shared::cluster", "global"})) (form.destination.empty() ? form.destination : form.source) = part;
+    else if (one_of(part, {"shared::cta", "shared::cluster", "global"}))
+      (form.destination.empty() ? form.destination : form.source) = part;
     else if (part == "L2") form.prefetch_l2 = true;
     else if (part == "mbarrier::complete_tx::bytes") form.mbarrier = true;
     else if (part == "bulk_group") form.bulk_group = true;
@@ -320,7 +331,8 @@ Direction direction_of(const Statement& statement, const Form& form, bool prefet
     return Direction::store;
   } else if (form.source == "global" && form.mbarrier && !form.bulk_group) {
     return form.destination == "shared::cta" ? Direction::load_cta : Direction::load_cluster;
-  } else if (form.destination == "shared::cluster" && form.source == "shared::cta" && form.mbarrier && !form.bulk_group) {
+  } else if (form.destination == "shared::cluster" && form.source == "shared::cta" && form.mbarrier &&
+             !form.bulk_group) {
     return Direction::shared_to_shared;
   }
   unsupported(statement, "this combination of state spaces and completion mechanism");
@@ -329,15 +341,18 @@ Direction direction_of(const Statement& statement, const Form& form, bool prefet
 void check_reduction(const Statement& statement, const Form& form, BulkData& data) {
   if (form.reduction.empty()) unsupported(statement, "a reduction needs an operation");
   data.reduction = reduction_named(form.reduction);
-  if (data.direction != Direction::store && data.direction != Direction::shared_to_shared) unsupported(statement, "a reduction in this direction");
+  if (data.direction != Direction::store && data.direction != Direction::shared_to_shared)
+    unsupported(statement, "a reduction in this direction");
   if (data.tensor) {
-    if (!form.type.empty() || form.noftz || data.direction != Direction::store) unsupported(statement, "this tensor reduction");
+    if (!form.type.empty() || form.noftz || data.direction != Direction::store)
+      unsupported(statement, "this tensor reduction");
     return;
   }
   if (form.type.empty()) unsupported(statement, "a reduction needs a type");
   data.type = reduce_type_named(form.type);
   const bool half = data.type == ReduceType::f16 || data.type == ReduceType::bf16;
-  if (form.noftz != (half && data.reduction == Reduction::add)) unsupported(statement, ".noftz goes with .add of .f16 and .bf16");
+  if (form.noftz != (half && data.reduction == Reduction::add))
+    unsupported(statement, ".noftz goes with .add of .f16 and .bf16");
   bool known = reducible(data.reduction, data.type);
   if (data.direction == Direction::shared_to_shared) {  // fewer types than in global memory
     const bool wide = element_bytes(data.type) == 8;
@@ -347,8 +362,8 @@ void check_reduction(const Statement& statement, const Form& form, BulkData& dat
   if (!known) unsupported(statement, "." + form.reduction + " of ." + form.type);
 }
 
-void decode_bulk(Decoder& decoder, const Statement& statement, Modifiers& mods, Instruction& instruction, bool tensor, bool reduces,
-                 bool prefetch, size_t used) {
+void decode_bulk(Decoder& decoder, const Statement& statement, Modifiers& mods, Instruction& instruction, bool tensor,
+                 bool reduces, bool prefetch, size_t used) {
   const Form form = parse_form(statement, used);
   while (!mods.peek().empty()) mods.take(std::string(mods.peek()).c_str());
   auto owned = std::make_unique<BulkData>();
@@ -365,14 +380,17 @@ void decode_bulk(Decoder& decoder, const Statement& statement, Modifiers& mods, 
   if (!tensor && (data.rows || !form.cta_group.empty())) unsupported(statement, "a tensor modifier without .tensor");
   if (data.rows && form.dims != 2) unsupported(statement, ".tile::gather4 and .tile::scatter4 need .2d");
   if (form.mode == "tile::gather4" && !load && !prefetch) unsupported(statement, ".tile::gather4 of a store");
-  if (form.mode == "tile::scatter4" && (data.direction != Direction::store || reduces)) unsupported(statement, ".tile::scatter4 here");
+  if (form.mode == "tile::scatter4" && (data.direction != Direction::store || reduces))
+    unsupported(statement, ".tile::scatter4 here");
   if (!form.cta_group.empty() && !load) unsupported(statement, ".cta_group of a store or prefetch");
   if (data.multicast && data.direction != Direction::load_cluster) unsupported(statement, ".multicast::cluster here");
-  if (form.hint && data.direction == Direction::shared_to_shared) unsupported(statement, "a cache hint without global memory");
+  if (form.hint && data.direction == Direction::shared_to_shared)
+    unsupported(statement, "a cache hint without global memory");
   if (form.mask && (tensor || reduces || data.direction != Direction::store)) unsupported(statement, ".cp_mask here");
   if (form.prefetch_l2 != prefetch) unsupported(statement, ".L2 here");
   if (reduces) check_reduction(statement, form, data);
-  else if (!form.reduction.empty() || !form.type.empty() || form.noftz) unsupported(statement, "a reduction's modifier on a copy");
+  else if (!form.reduction.empty() || !form.type.empty() || form.noftz)
+    unsupported(statement, "a reduction's modifier on a copy");
 
   Operands operands(decoder, statement);
   if (load || data.direction == Direction::shared_to_shared) {
@@ -392,9 +410,9 @@ void decode_bulk(Decoder& decoder, const Statement& statement, Modifiers& mods, 
   if (form.hint) operands.value(Type::b64);  // a hint: no effect
   if (form.mask) data.byte_mask = operands.value(Type::b16);
   operands.done();
-  data.what = reduces ? (tensor ? "TMA reduction" : "bulk reduction")
-              : prefetch ? (tensor ? "TMA prefetch" : "bulk prefetch")
-              : load ? (tensor ? "TMA load" : "bulk load")
+  data.what = reduces                              ? (tensor ? "TMA reduction" : "bulk reduction")
+              : prefetch                           ? (tensor ? "TMA prefetch" : "bulk prefetch")
+              : load                               ? (tensor ? "TMA load" : "bulk load")
               : data.direction == Direction::store ? (tensor ? "TMA store" : "bulk store")
                                                    : "bulk copy";
   instruction.exec = run_bulk;
@@ -420,7 +438,7 @@ void decode_prefetch_tensor(Decoder& decoder, const Statement& statement, Modifi
   decode_bulk(decoder, statement, mods, instruction, true, false, true, 5);
 }
 
-// ---- groups -----------------------------------------------------------------------------------------------------------------------
+// ---- groups -------------------------------------------------------------------------------------
 
 Step run_commit(Warp& warp, const Instruction&, uint32_t mask) {
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -441,7 +459,8 @@ Step run_wait(Warp& warp, const Instruction& in, uint32_t mask) {
   if (Observer* observer = cluster.grid->observer) {
     for (int lane = 0; lane < kLanes; ++lane) {
       if ((mask >> lane & 1) == 0) continue;
-      observer->sync({SyncKind::group_wait, warp.agent(lane), 0, 0, static_cast<int64_t>(in.imm), 0, cluster.order++, warp.line});
+      observer->sync(
+          {SyncKind::group_wait, warp.agent(lane), 0, 0, static_cast<int64_t>(in.imm), 0, cluster.order++, warp.line});
     }
   }
   return Step::next;

@@ -85,13 +85,14 @@ struct CvtData : Payload {
 
 uint64_t truncate(uint64_t value, int bits) { return bits == 64 ? value : value & ((uint64_t{1} << bits) - 1); }
 
-// ---- plain form: one number to one number -----------------------------------------------------------------------------------------
+// ---- plain form: one number to one number -------------------------------------------------------
 
 uint64_t convert_one(uint64_t raw, const CvtData& data) {
   const Form& form = data.form;
   if (!data.from.is_float) {
     const uint64_t value = fp::convert_integer(raw, false, data.from.bits, data.from.is_signed, false);
-    if (!data.to.is_float) return fp::convert_integer(value, data.from.is_signed, data.to.bits, data.to.is_signed, form.sat);
+    if (!data.to.is_float)
+      return fp::convert_integer(value, data.from.is_signed, data.to.bits, data.to.is_signed, form.sat);
     const uint64_t bits = fp::from_integer(value, data.from.is_signed, *data.to.format, form.round);
     if (!form.sat) return bits;
     return fp::encode(fp::saturate(fp::decode(bits, *data.to.format)), *data.to.format, Round::rn);
@@ -104,7 +105,8 @@ uint64_t convert_one(uint64_t raw, const CvtData& data) {
   }
   if (form.integer_round) value = fp::round_to_integral(value, form.round);
   if (form.sat) value = fp::saturate(value);
-  const uint64_t bits = fp::encode(value, *data.to.format, form.integer_round ? Round::rn : form.round, form.satfinite, form.relu);
+  const uint64_t bits =
+      fp::encode(value, *data.to.format, form.integer_round ? Round::rn : form.round, form.satfinite, form.relu);
   return form.ftz && data.to.bits == 32 ? fp::flush_f32(static_cast<uint32_t>(bits)) : bits;
 }
 
@@ -146,8 +148,10 @@ Exec integer_shortcut(const CvtData& data) {
   if (data.to_register == 32 && data.to.bits == 32 && data.from_register == 64 && data.from.bits == 64) {
     return run_extend<uint32_t, uint64_t, uint64_t>;
   }
-  if (data.to_register == 16 && data.to.bits == 16 && data.from_register == 32) return run_extend<uint32_t, uint32_t, uint16_t>;
-  if (data.to_register == 32 && data.to.bits == 32 && data.from_register == 16 && data.from.bits == 16 && !data.from.is_signed) {
+  if (data.to_register == 16 && data.to.bits == 16 && data.from_register == 32)
+    return run_extend<uint32_t, uint32_t, uint16_t>;
+  if (data.to_register == 32 && data.to.bits == 32 && data.from_register == 16 && data.from.bits == 16 &&
+      !data.from.is_signed) {
     return run_extend<uint32_t, uint32_t, uint16_t>;
   }
   return nullptr;
@@ -158,16 +162,20 @@ void check_plain(const Statement& statement, const CvtData& data) {
   const Number &to = data.to, &from = data.from;
   if (form.round == Round::rna) unsupported(statement, ".rna is for .tf32 only");
   if (!to.is_float && !from.is_float) {
-    if (form.float_round || form.integer_round || form.ftz) unsupported(statement, "integer conversion with a float modifier");
+    if (form.float_round || form.integer_round || form.ftz)
+      unsupported(statement, "integer conversion with a float modifier");
   } else if (!to.is_float) {
     if (!form.integer_round) unsupported(statement, "float to integer needs .rni, .rzi, .rmi or .rpi");
   } else if (!from.is_float) {
     if (!form.float_round) unsupported(statement, "integer to float needs .rn, .rz, .rm or .rp");
   } else {
-    const bool loses = to.format->mantissa_bits < from.format->mantissa_bits || to.format->exponent_bits < from.format->exponent_bits;
+    const bool loses =
+        to.format->mantissa_bits < from.format->mantissa_bits || to.format->exponent_bits < from.format->exponent_bits;
     if (loses && !form.float_round) unsupported(statement, "this float conversion needs a rounding modifier");
-    if (!loses && form.float_round) unsupported(statement, "this float conversion is exact and takes no rounding modifier");
-    if (form.integer_round && to.format != from.format) unsupported(statement, "rounding to integral needs equal types");
+    if (!loses && form.float_round)
+      unsupported(statement, "this float conversion is exact and takes no rounding modifier");
+    if (form.integer_round && to.format != from.format)
+      unsupported(statement, "rounding to integral needs equal types");
   }
   if ((form.relu || form.satfinite) && !(to.is_float && to.bits == 16 && from.is_float)) {
     unsupported(statement, ".relu and .satfinite are for conversions of floats to f16 and bf16");
@@ -181,7 +189,8 @@ int register_bits(const Operand& operand, int type) {
   return bits < 16 ? 16 : bits;
 }
 
-void decode_plain(Decoder& decoder, const Statement& statement, Instruction& instruction, std::unique_ptr<CvtData> data) {
+void decode_plain(Decoder& decoder, const Statement& statement, Instruction& instruction,
+                  std::unique_ptr<CvtData> data) {
   check_plain(statement, *data);
   decoder.operand_count(statement, 2, 2);
   const Operand &d = statement.operands[0], &a = statement.operands[1];
@@ -204,7 +213,7 @@ void decode_plain(Decoder& decoder, const Statement& statement, Instruction& ins
   decoder.keep(instruction, std::move(data));
 }
 
-// ---- packed forms -----------------------------------------------------------------------------------------------------------------
+// ---- packed forms -------------------------------------------------------------------------------
 
 const Format* packed_format(Type type) {
   switch (type) {
@@ -277,7 +286,8 @@ Type container(Type type) {
   }
 }
 
-void decode_packed(Decoder& decoder, const Statement& statement, Instruction& instruction, std::unique_ptr<CvtData> data) {
+void decode_packed(Decoder& decoder, const Statement& statement, Instruction& instruction,
+                   std::unique_ptr<CvtData> data) {
   const Form& form = data->form;
   const Format* to = packed_format(form.to);
   const Format* from = packed_format(form.from);
@@ -293,7 +303,8 @@ void decode_packed(Decoder& decoder, const Statement& statement, Instruction& in
     known = form.from == Type::f32 && (form.round == Round::rn || form.round == Round::rz || form.round == Round::rna);
     instruction.exec = run_tf32;
   } else if (form.to == Type::ue8m0x2) {
-    known = (form.from == Type::f32 || data->bf16) && (form.round == Round::rz || form.round == Round::rp) && !form.relu;
+    known =
+        (form.from == Type::f32 || data->bf16) && (form.round == Round::rz || form.round == Round::rp) && !form.relu;
     instruction.exec = run_pack_ue8m0;
   } else if (form.from == Type::ue8m0x2) {
     known = form.to == Type::bf16x2 && form.round == Round::rn && !form.relu && !form.satfinite;

@@ -1,7 +1,7 @@
 // Lane part of floats.h: arithmetic on the registers of a warp.
 //
-// The loops are written without branches and marked ivdep (element i of the result depends on element i of the operands only, so
-// working in place is safe), so that the compiler turns the hot ones into vector code.
+// The loops are written without branches and marked ivdep (element i of the result depends on element i of the operands
+// only, so working in place is safe), so that the compiler turns the hot ones into vector code.
 #include <cfenv>
 #include <cmath>
 #include <limits>
@@ -18,9 +18,9 @@ inline bool is_nan(uint32_t bits) { return (bits & 0x7fffffff) > 0x7f800000; }
 
 inline uint32_t canonical(float value) { return value != value ? kNan : as_bits(value); }
 
-// `sum` is a rounded result and `error` the exact rest (or anything of its sign). Returns the neighbour rounding to odd would have
-// given: a later rounding to any format of at most 51 digits, in any mode, is then the rounding of the exact value
-// (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums").
+// `sum` is a rounded result and `error` the exact rest (or anything of its sign). Returns the neighbour rounding to odd
+// would have given: a later rounding to any format of at most 51 digits, in any mode, is then the rounding of the exact
+// value (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums").
 inline double to_odd(double sum, double error) {
   const uint64_t bits = as_bits64(sum);
   if (error == 0 || (bits & 1) != 0 || !std::isfinite(sum)) return sum;
@@ -52,7 +52,8 @@ inline uint32_t round_down(double sum, double error) {
   const double back = nearest;
   const uint32_t bits = as_bits(nearest);
   const bool above = (back > sum) | ((back == sum) & (error < 0));
-  const uint32_t lower = (bits >> 31) != 0 ? bits + 1 : bits - 1;  // the next float below, except below +0 and from a NaN
+  const uint32_t lower =
+      (bits >> 31) != 0 ? bits + 1 : bits - 1;  // the next float below, except below +0 and from a NaN
   uint32_t result = above ? lower : bits;
   result = above & ((bits << 1) == 0) ? 0x80000001 : result;
   return sum != sum ? kNan : result;
@@ -217,8 +218,8 @@ void sqrt_f32(const uint32_t* a, uint32_t* d, int n, Mode mode) {
 
 namespace {
 
-// 2^x for f32 x, as a double of relative error below 2^-32 (exact for integers): 2^k times the Taylor polynomial of 2^f,
-// |f| <= 1/2. Outside f32's range the result is beyond f32's range too.
+// 2^x for f32 x, as a double of relative error below 2^-32 (exact for integers): 2^k times the Taylor polynomial of
+// 2^f, |f| <= 1/2. Outside f32's range the result is beyond f32's range too.
 inline double exp2_of(float x) {
   double t = x;
   t = t < -200.0 ? -200.0 : t;
@@ -292,7 +293,7 @@ void div_approx_f32(const uint32_t* a, const uint32_t* b, uint32_t* d, int n, bo
   }
 }
 
-// ---- f64 ----------------------------------------------------------------------------------------------------------------------
+// ---- f64 ----------------------------------------------------------------------------------------
 
 namespace {
 
@@ -347,12 +348,13 @@ void arith_f64(Op64 op, const uint64_t* a, const uint64_t* b, const uint64_t* c,
   std::fesetround(before);
 }
 
-// ---- f16 and bf16 -------------------------------------------------------------------------------------------------------------
+// ---- f16 and bf16 -------------------------------------------------------------------------------
 
 namespace {
 
-// f32 to a smaller format of E exponent and M mantissa bits, to nearest even, without branches. Values above max_finite give
-// `overflow`. Subnormal results come from an addition whose result has the format's smallest unit as its last digit.
+// f32 to a smaller format of E exponent and M mantissa bits, to nearest even, without branches. Values above max_finite
+// give `overflow`. Subnormal results come from an addition whose result has the format's smallest unit as its last
+// digit.
 template <int E, int M>
 inline uint32_t narrow(uint32_t x, uint32_t max_finite, uint32_t overflow, uint32_t nan) {
   constexpr int kBias = (1 << (E - 1)) - 1;
@@ -399,7 +401,9 @@ inline bool is_oob_nan(uint32_t bits) { return (bits & 0xffff) == 0x7ff7; }
 
 uint32_t arith_one_half(OpHalf op, uint32_t a, uint32_t b, uint32_t c, HalfMode mode) {
   if (mode.oob && (is_oob_nan(a) || is_oob_nan(b) || is_oob_nan(c))) return 0;
-  const auto in = [&](uint32_t bits) -> double { return widen(mode.ftz ? flush_half(bits, mode.bf16) : bits, mode.bf16); };
+  const auto in = [&](uint32_t bits) -> double {
+    return widen(mode.ftz ? flush_half(bits, mode.bf16) : bits, mode.bf16);
+  };
   double exact = 0;
   switch (op) {
     case OpHalf::add: exact = add_odd(in(a), in(b), Round::rn); break;
@@ -443,7 +447,8 @@ void arith_half(OpHalf op, const uint32_t* a, const uint32_t* b, const uint32_t*
             [&](uint32_t x, uint32_t y, uint32_t z) { return arith_one_half(op, x, y, z, mode); });
 }
 
-void min_max_half(const uint32_t* a, const uint32_t* b, const uint32_t* c, uint32_t* d, int n, HalfMode mode, MinMax op) {
+void min_max_half(const uint32_t* a, const uint32_t* b, const uint32_t* c, uint32_t* d, int n, HalfMode mode,
+                  MinMax op) {
   each_half(a, b, c, d, n, mode.packed, [&](uint32_t x, uint32_t y, uint32_t z) {
     const auto in = [&](uint32_t bits) {
       if (mode.ftz) bits = flush_half(bits, mode.bf16);
@@ -457,15 +462,13 @@ void min_max_half(const uint32_t* a, const uint32_t* b, const uint32_t* c, uint3
 }
 
 void neg_half(const uint32_t* a, uint32_t* d, int n, HalfMode mode) {
-  each_half(a, nullptr, nullptr, d, n, mode.packed, [&](uint32_t x, uint32_t, uint32_t) {
-    return (mode.ftz ? flush_half(x, mode.bf16) : x) ^ 0x8000;
-  });
+  each_half(a, nullptr, nullptr, d, n, mode.packed,
+            [&](uint32_t x, uint32_t, uint32_t) { return (mode.ftz ? flush_half(x, mode.bf16) : x) ^ 0x8000; });
 }
 
 void abs_half(const uint32_t* a, uint32_t* d, int n, HalfMode mode) {
-  each_half(a, nullptr, nullptr, d, n, mode.packed, [&](uint32_t x, uint32_t, uint32_t) {
-    return (mode.ftz ? flush_half(x, mode.bf16) : x) & 0x7fff;
-  });
+  each_half(a, nullptr, nullptr, d, n, mode.packed,
+            [&](uint32_t x, uint32_t, uint32_t) { return (mode.ftz ? flush_half(x, mode.bf16) : x) & 0x7fff; });
 }
 
 void approx_half(Approx function, const uint32_t* a, uint32_t* d, int n, HalfMode mode) {
@@ -476,7 +479,8 @@ void approx_half(Approx function, const uint32_t* a, uint32_t* d, int n, HalfMod
   });
 }
 
-void mixed_f32(OpHalf op, const uint32_t* a, const uint32_t* b, const uint32_t* c, uint32_t* d, int n, bool bf16, Mode mode) {
+void mixed_f32(OpHalf op, const uint32_t* a, const uint32_t* b, const uint32_t* c, uint32_t* d, int n, bool bf16,
+               Mode mode) {
   uint32_t x[kMostLanes], y[kMostLanes];
   for (int i = 0; i < n; ++i) x[i] = as_bits(widen(a[i], bf16));
   switch (op) {
@@ -489,7 +493,7 @@ void mixed_f32(OpHalf op, const uint32_t* a, const uint32_t* b, const uint32_t* 
   fma_f32(x, y, c, d, n, mode);
 }
 
-// ---- packing ------------------------------------------------------------------------------------------------------------------
+// ---- packing ------------------------------------------------------------------------------------
 
 void pack_bf16x2_rn(const uint32_t* a, const uint32_t* b, uint32_t* d, int n) {
   each(n, [=](int i) { d[i] = narrow_bf16(a[i]) << 16 | narrow_bf16(b[i]); });
@@ -510,13 +514,19 @@ void pack2_f32(const uint32_t* a, const uint32_t* b, uint32_t* d, int n, const P
     const auto nan = static_cast<uint32_t>(mode.format.nan);
     const Format& format = mode.format;
     if (format.exponent_bits == 5 && format.mantissa_bits == 10) {
-      return each(n, [=](int i) { d[i] = narrow<5, 10>(a[i], max, overflow, nan) << 16 | narrow<5, 10>(b[i], max, overflow, nan); });
+      return each(n, [=](int i) {
+        d[i] = narrow<5, 10>(a[i], max, overflow, nan) << 16 | narrow<5, 10>(b[i], max, overflow, nan);
+      });
     }
     if (format.exponent_bits == 4 && format.mantissa_bits == 3 && mode.satfinite) {
-      return each(n, [=](int i) { d[i] = narrow<4, 3>(a[i], max, overflow, nan) << 8 | narrow<4, 3>(b[i], max, overflow, nan); });
+      return each(n, [=](int i) {
+        d[i] = narrow<4, 3>(a[i], max, overflow, nan) << 8 | narrow<4, 3>(b[i], max, overflow, nan);
+      });
     }
     if (format.exponent_bits == 5 && format.mantissa_bits == 2 && mode.satfinite) {
-      return each(n, [=](int i) { d[i] = narrow<5, 2>(a[i], max, overflow, nan) << 8 | narrow<5, 2>(b[i], max, overflow, nan); });
+      return each(n, [=](int i) {
+        d[i] = narrow<5, 2>(a[i], max, overflow, nan) << 8 | narrow<5, 2>(b[i], max, overflow, nan);
+      });
     }
   }
   for (int i = 0; i < n; ++i) {

@@ -1,7 +1,7 @@
 // Opcodes of floating-point arithmetic: decoding to the lane functions of floats.h.
 //
-// add, sub, mul, min, max, neg, abs, mad and div exist for integers too; here only their float forms are registered, by the
-// components that set them apart ("add.rn", "add.f32", ...).
+// add, sub, mul, min, max, neg, abs, mad and div exist for integers too; here only their float forms are registered, by
+// the components that set them apart ("add.rn", "add.f32", ...).
 #include <cmath>
 #include <string>
 
@@ -107,22 +107,22 @@ FloatData& attach(Decoder& decoder, Instruction& instruction, const Form& form) 
   return reference;
 }
 
-[[noreturn]] void bad_form(const Statement& statement) { unsupported(statement, "this combination of modifiers and types"); }
+[[noreturn]] void bad_form(const Statement& statement) {
+  unsupported(statement, "this combination of modifiers and types");
+}
 
-// ---- executors: N = 32 for 32-bit registers, 64 for pairs of f32 in 64-bit registers ---------------------------------------------
+// ---- executors: N = 32 for 32-bit registers, 64 for pairs of f32 in 64-bit registers ------------
 
 template <auto function, int N>
 Step run_unary_flag(Warp& warp, const Instruction& in, uint32_t mask) {  // (a, d, n, ftz)
-  return write_lanes<N>(warp, in.slot[0], mask, [&](uint32_t* d) {
-    function(warp.r32(in.slot[1]), d, N, in.as<FloatData>().mode.ftz);
-  });
+  return write_lanes<N>(warp, in.slot[0], mask,
+                        [&](uint32_t* d) { function(warp.r32(in.slot[1]), d, N, in.as<FloatData>().mode.ftz); });
 }
 
 template <auto function, int N>
 Step run_unary(Warp& warp, const Instruction& in, uint32_t mask) {
-  return write_lanes<N>(warp, in.slot[0], mask, [&](uint32_t* d) {
-    function(warp.r32(in.slot[1]), d, N, in.as<FloatData>().mode);
-  });
+  return write_lanes<N>(warp, in.slot[0], mask,
+                        [&](uint32_t* d) { function(warp.r32(in.slot[1]), d, N, in.as<FloatData>().mode); });
 }
 
 template <auto function, int N>
@@ -157,9 +157,8 @@ Step run_half(Warp& warp, const Instruction& in, uint32_t mask) {
 
 template <auto function>
 Step run_half_unary(Warp& warp, const Instruction& in, uint32_t mask) {
-  return write_lanes<32>(warp, in.slot[0], mask, [&](uint32_t* d) {
-    function(warp.r32(in.slot[1]), d, kLanes, in.as<FloatData>().half);
-  });
+  return write_lanes<32>(warp, in.slot[0], mask,
+                         [&](uint32_t* d) { function(warp.r32(in.slot[1]), d, kLanes, in.as<FloatData>().half); });
 }
 
 Step run_f64(Warp& warp, const Instruction& in, uint32_t mask) {
@@ -179,7 +178,7 @@ void use_f64(Decoder& decoder, const Statement& statement, Instruction& instruct
   instruction.exec = run_f64;
 }
 
-// ---- add, sub, mul, fma -----------------------------------------------------------------------------------------------------------
+// ---- add, sub, mul, fma -------------------------------------------------------------------------
 
 struct Arithmetic {
   fp::OpHalf half;
@@ -201,12 +200,14 @@ const Arithmetic& arithmetic(const Statement& statement) {
 // add/sub/fma.f32.{f16,bf16}
 void decode_mixed(Decoder& decoder, const Statement& statement, Instruction& instruction, const Form& form,
                   const Arithmetic& op) {
-  if (form.types[0] != Type::f32 || op.half == fp::OpHalf::mul || form.ftz || form.relu || form.oob) bad_form(statement);
+  if (form.types[0] != Type::f32 || op.half == fp::OpHalf::mul || form.ftz || form.relu || form.oob)
+    bad_form(statement);
   if (form.types[1] != Type::f16 && form.types[1] != Type::bf16) bad_form(statement);
   decoder.operand_count(statement, op.sources + 1, op.sources + 1);
   instruction.slot[0] = decoder.destination(statement.operands[0], Type::f32);
   instruction.slot[1] = decoder.source(statement.operands[1], operand_type(form.types[1]));
-  if (op.half == fp::OpHalf::fma) instruction.slot[3] = decoder.source(statement.operands[2], operand_type(form.types[1]));
+  if (op.half == fp::OpHalf::fma)
+    instruction.slot[3] = decoder.source(statement.operands[2], operand_type(form.types[1]));
   instruction.slot[2] = decoder.source(statement.operands[op.sources], Type::f32);
   FloatData& data = attach(decoder, instruction, form);
   data.op = op.half;
@@ -240,7 +241,7 @@ void decode_arithmetic(Decoder& decoder, const Statement& statement, Modifiers& 
   instruction.exec = type == Type::f32 ? op.f32 : op.f32x2;
 }
 
-// ---- min, max ---------------------------------------------------------------------------------------------------------------------
+// ---- min, max -----------------------------------------------------------------------------------
 
 Step run_choice(Warp& warp, const Instruction& in, uint32_t mask) {
   return write_lanes<32>(warp, in.slot[0], mask, [&](uint32_t* d) {
@@ -281,7 +282,7 @@ void decode_choice(Decoder& decoder, const Statement& statement, Modifiers& mods
   instruction.exec = type == Type::f32 ? run_choice : run_half_choice;
 }
 
-// ---- neg, abs, copysign, testp ----------------------------------------------------------------------------------------------------
+// ---- neg, abs, copysign, testp ------------------------------------------------------------------
 
 template <bool negate>
 Step run_sign64(Warp& warp, const Instruction& in, uint32_t mask) {
@@ -312,9 +313,8 @@ void decode_sign(Decoder& decoder, const Statement& statement, Modifiers& mods, 
 }
 
 Step run_copysign(Warp& warp, const Instruction& in, uint32_t mask) {
-  return write_lanes<32>(warp, in.slot[0], mask, [&](uint32_t* d) {
-    fp::copysign_f32(warp.r32(in.slot[1]), warp.r32(in.slot[2]), d, kLanes);
-  });
+  return write_lanes<32>(warp, in.slot[0], mask,
+                         [&](uint32_t* d) { fp::copysign_f32(warp.r32(in.slot[1]), warp.r32(in.slot[2]), d, kLanes); });
 }
 
 void decode_copysign(Decoder& decoder, const Statement& statement, Modifiers& mods, Instruction& instruction) {
@@ -359,7 +359,7 @@ void decode_testp(Decoder& decoder, const Statement& statement, Modifiers& mods,
   instruction.exec = run_testp;
 }
 
-// ---- div, rcp, sqrt and approximations --------------------------------------------------------------------------------------------
+// ---- div, rcp, sqrt and approximations ----------------------------------------------------------
 
 template <auto function>
 Step run_div(Warp& warp, const Instruction& in, uint32_t mask) {
@@ -440,7 +440,7 @@ void decode_unary(Decoder& decoder, const Statement& statement, Modifiers& mods,
   instruction.exec = type == Type::f32 ? run_approx : run_approx_half;
 }
 
-// ---- registration -----------------------------------------------------------------------------------------------------------------
+// ---- registration -------------------------------------------------------------------------------
 
 void register_forms(std::initializer_list<const char*> names, std::initializer_list<const char*> forms, Decode decode) {
   for (const char* name : names) {

@@ -22,7 +22,8 @@ double decode(uint64_t bits, const Format& format) {
     value = std::ldexp(static_cast<double>(mantissa), 1 - format.bias() - format.mantissa_bits);
   } else {
     const uint64_t significand = mantissa | (uint64_t{1} << format.mantissa_bits);
-    value = std::ldexp(static_cast<double>(significand), static_cast<int>(exponent) - format.bias() - format.mantissa_bits);
+    value =
+        std::ldexp(static_cast<double>(significand), static_cast<int>(exponent) - format.bias() - format.mantissa_bits);
   }
   return negative ? -value : value;
 }
@@ -43,8 +44,7 @@ bool rounds_up(uint64_t kept, uint64_t rest, uint64_t half, bool sticky_only, bo
 
 uint64_t overflow_bits(const Format& format, bool negative, Round round, bool satfinite) {
   if (satfinite || format.special == Special::finite_only) return format.max_finite();
-  const bool toward_zero =
-      round == Round::rz || (round == Round::rm && !negative) || (round == Round::rp && negative);
+  const bool toward_zero = round == Round::rz || (round == Round::rm && !negative) || (round == Round::rp && negative);
   if (toward_zero) return format.max_finite();
   return format.special == Special::ieee ? format.infinity() : format.nan;
 }

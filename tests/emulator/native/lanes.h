@@ -7,8 +7,8 @@
 
 namespace emu {
 
-/// Calls write(d) with room for the whole register: N = 32 words of 32 bits, or N = 64, the words of 64-bit lanes. Only lanes in
-/// `mask` change. If every live lane is in the mask, d is the register itself.
+/// Calls write(d) with room for the whole register: N = 32 words of 32 bits, or N = 64, the words of 64-bit lanes. Only
+/// lanes in `mask` change. If every live lane is in the mask, d is the register itself.
 template <int N, class F>
 inline Step write_lanes(Warp& warp, Slot slot, uint32_t mask, F&& write) {
   static_assert(N == 32 || N == 64);

@@ -1,4 +1,5 @@
-// Opcodes that handle tensor maps: prefetch.tensormap, tensormap.replace, tensormap.cp_fenceproxy, fence.proxy.tensormap.
+// Opcodes that handle tensor maps: prefetch.tensormap, tensormap.replace, tensormap.cp_fenceproxy,
+// fence.proxy.tensormap.
 #include <string>
 
 #include "lanes.h"
@@ -10,8 +11,17 @@ namespace emu {
 namespace {
 
 enum class Field : uint8_t {
-  global_address, rank, box_dim, global_dim, global_stride, element_stride, elemtype, interleave_layout, swizzle_mode,
-  swizzle_atomicity, fill_mode
+  global_address,
+  rank,
+  box_dim,
+  global_dim,
+  global_stride,
+  element_stride,
+  elemtype,
+  interleave_layout,
+  swizzle_mode,
+  swizzle_atomicity,
+  fill_mode
 };
 
 struct MapData : Payload {
@@ -26,8 +36,8 @@ struct MapData : Payload {
 uint64_t checked_address(Warp& warp, int lane, const Address& operand, uint32_t alignment) {
   const uint64_t address = warp.address(operand, lane);
   if (address % alignment != 0) {
-    fail_lane(lane, Fault::misaligned, "tensor map at 0x%llx, expected a multiple of %u", static_cast<unsigned long long>(address),
-              alignment);
+    fail_lane(lane, Fault::misaligned, "tensor map at 0x%llx, expected a multiple of %u",
+              static_cast<unsigned long long>(address), alignment);
   }
   return address;
 }
@@ -35,11 +45,14 @@ uint64_t checked_address(Warp& warp, int lane, const Address& operand, uint32_t 
 // 128 bytes of global memory or of the executing CTA's shared memory.
 uint8_t* map_bytes(Warp& warp, int lane, Space space, const Address& operand, Access access) {
   const uint64_t address = checked_address(warp, lane, operand, 64);
-  const bool shared = space == Space::shared_cta || (space == Space::generic && (address & ~0xffffffffull) == kSharedWindow);
+  const bool shared =
+      space == Space::shared_cta || (space == Space::generic && (address & ~0xffffffffull) == kSharedWindow);
   if (!shared) return warp.cta->cluster->grid->global_at(address, sizeof(TensorMapData), access, "tensor map");
   uint32_t offset;
   Cta& cta = warp.cta->cluster->shared_cta(address & 0xffffffffull, &offset);
-  if (&cta != warp.cta) fail_lane(lane, Fault::illegal_operand, "tensor map in the shared memory of CTA %u, expected the own CTA", cta.rank);
+  if (&cta != warp.cta)
+    fail_lane(lane, Fault::illegal_operand, "tensor map in the shared memory of CTA %u, expected the own CTA",
+              cta.rank);
   return cta.shared_at(offset, sizeof(TensorMapData), "tensor map");
 }
 
@@ -51,18 +64,20 @@ void touched(Warp& warp, int lane, Access access, const uint8_t* bytes, Proxy pr
   const bool shared = bytes >= warp.cta->shared && bytes < warp.cta->shared + warp.cta->shared_end;
   const uint64_t address =
       shared ? warp.cta->address(static_cast<uint32_t>(bytes - warp.cta->shared)) : reinterpret_cast<uint64_t>(bytes);
-  observer->memory({warp.agent(lane), proxy, access, shared ? Region::shared : Region::global, address, sizeof(TensorMapData), 0,
-                    cluster.order++, warp.line});
+  observer->memory({warp.agent(lane), proxy, access, shared ? Region::shared : Region::global, address,
+                    sizeof(TensorMapData), 0, cluster.order++, warp.line});
 }
 
-// ---- tensormap.replace ------------------------------------------------------------------------------------------------------------
+// ---- tensormap.replace --------------------------------------------------------------------------
 
 // PTX numbers element types in another order than the driver does.
 TmaType element_type(int lane, uint64_t value) {
-  static constexpr TmaType types[] = {TmaType::u8,  TmaType::u16, TmaType::u32,     TmaType::s32, TmaType::u64,  TmaType::s64, TmaType::f16,
-                                      TmaType::f32, TmaType::f32_ftz, TmaType::f64, TmaType::bf16, TmaType::tf32, TmaType::tf32_ftz};
+  static constexpr TmaType types[] = {TmaType::u8,   TmaType::u16,  TmaType::u32,     TmaType::s32,     TmaType::u64,
+                                      TmaType::s64,  TmaType::f16,  TmaType::f32,     TmaType::f32_ftz, TmaType::f64,
+                                      TmaType::bf16, TmaType::tf32, TmaType::tf32_ftz};
   if (value >= std::size(types)) {
-    fail_lane(lane, Fault::unsupported, "tensormap.replace: element type %llu is not known here", static_cast<unsigned long long>(value));
+    fail_lane(lane, Fault::unsupported, "tensormap.replace: element type %llu is not known here",
+              static_cast<unsigned long long>(value));
   }
   return types[value];
 }
@@ -76,7 +91,8 @@ void set_swizzle(int lane, TensorMapData& map, Field field, uint64_t value) {
     map.swizzle = Swizzle::b128_atom_32b;
   } else {
     fail_lane(lane, Fault::unsupported, "tensormap.replace: this %s (%llu) is not known here",
-              field == Field::swizzle_mode ? "swizzle mode" : "swizzle atomicity", static_cast<unsigned long long>(value));
+              field == Field::swizzle_mode ? "swizzle mode" : "swizzle atomicity",
+              static_cast<unsigned long long>(value));
   }
 }
 
@@ -107,7 +123,8 @@ Step run_replace(Warp& warp, const Instruction& in, uint32_t mask) {
     TensorMapData map;
     std::memcpy(&map, bytes, sizeof map);
     if (map.magic != TensorMapData::kMagic || map.checksum != map.sum()) {
-      fail_lane(lane, Fault::tensor_map, "tensormap.replace: these 128 bytes are not a tensor map, or were changed by ordinary writes");
+      fail_lane(lane, Fault::tensor_map,
+                "tensormap.replace: these 128 bytes are not a tensor map, or were changed by ordinary writes");
     }
     replace_field(lane, map, data, wide ? warp.r64(data.value)[lane] : warp.r32(data.value)[lane]);
     map.seal();
@@ -120,9 +137,10 @@ Step run_replace(Warp& warp, const Instruction& in, uint32_t mask) {
 void decode_replace(Decoder& decoder, const Statement& statement, Modifiers& mods, Instruction& instruction) {
   if (!mods.take("tile")) unsupported(statement, "tensormap.replace has the mode .tile only");
   auto data = std::make_unique<MapData>();
-  data->field = static_cast<Field>(mods.take_one({"global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride",
-                                                  "elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode"},
-                                                 -2));
+  data->field = static_cast<Field>(
+      mods.take_one({"global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride", "elemtype",
+                     "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode"},
+                    -2));
   if (mods.take("global")) data->space = Space::global;
   else if (mods.take("shared::cta")) data->space = Space::shared_cta;
   if (!mods.take("b1024")) unsupported(statement, "tensormap.replace needs .b1024");
@@ -143,7 +161,7 @@ void decode_replace(Decoder& decoder, const Statement& statement, Modifiers& mod
   decoder.keep(instruction, std::move(data));
 }
 
-// ---- tensormap.cp_fenceproxy, fence.proxy.tensormap, prefetch.tensormap -----------------------------------------------------------
+// ---- tensormap.cp_fenceproxy, fence.proxy.tensormap, prefetch.tensormap -------------------------
 
 Step run_copy(Warp& warp, const Instruction& in, uint32_t mask) {
   const auto& data = in.as<MapData>();
@@ -157,7 +175,8 @@ Step run_copy(Warp& warp, const Instruction& in, uint32_t mask) {
 }
 
 void need_size(Decoder& decoder, const Statement& statement, const Operand& operand) {
-  if (decoder.immediate(operand) != static_cast<int64_t>(sizeof(TensorMapData))) unsupported(statement, "a size other than 128");
+  if (decoder.immediate(operand) != static_cast<int64_t>(sizeof(TensorMapData)))
+    unsupported(statement, "a size other than 128");
 }
 
 void decode_copy(Decoder& decoder, const Statement& statement, Modifiers& mods, Instruction& instruction) {
@@ -183,7 +202,8 @@ Step run_fence(Warp& warp, const Instruction& in, uint32_t mask) {
   Cluster& cluster = *warp.cta->cluster;
   for (int lane = 0; lane < kLanes; ++lane) {
     if ((mask >> lane & 1) == 0) continue;
-    if (in.data != nullptr) map_bytes(warp, lane, Space::generic, in.as<MapData>().address, Access::read);  // must be a place for a map
+    if (in.data != nullptr)
+      map_bytes(warp, lane, Space::generic, in.as<MapData>().address, Access::read);  // must be a place for a map
     if (Observer* observer = cluster.grid->observer) {
       observer->sync({SyncKind::fence, warp.agent(lane), 0, 0, in.flags, 0, cluster.order++, warp.line});
     }

@@ -22,8 +22,8 @@ uint32_t element_bytes(TmaType type) {
 }
 
 const char* tma_type_name(TmaType type) {
-  static const char* const names[] = {"u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32.ftz", "tf32",
-                                      "tf32.ftz"};
+  static const char* const names[] = {"u8",  "u16", "u32",  "s32",     "u64",  "s64",     "f16",
+                                      "f32", "f64", "bf16", "f32.ftz", "tf32", "tf32.ftz"};
   return names[static_cast<size_t>(type)];
 }
 
@@ -55,7 +55,8 @@ const char* swizzle_name(Swizzle swizzle) {
 }
 
 bool is_float_type(TmaType type) {
-  return type == TmaType::f16 || type == TmaType::bf16 || type == TmaType::f64 || type == TmaType::f32 || type >= TmaType::f32_ftz;
+  return type == TmaType::f16 || type == TmaType::bf16 || type == TmaType::f64 || type == TmaType::f32 ||
+         type >= TmaType::f32_ftz;
 }
 
 uint32_t swizzle_span(Swizzle swizzle) {
@@ -77,7 +78,8 @@ uint32_t Tile::shared_bytes() const {
 }
 
 std::string TensorMapData::describe() const {
-  return std::string(tma_type_name(type)) + " " + list(dims, rank) + " box " + list(box, rank) + " swizzle " + swizzle_name(swizzle);
+  return std::string(tma_type_name(type)) + " " + list(dims, rank) + " box " + list(box, rank) + " swizzle " +
+         swizzle_name(swizzle);
 }
 
 std::string tensor_map_error(const TensorMapData& map) {
@@ -93,7 +95,8 @@ std::string tensor_map_error(const TensorMapData& map) {
   if (map.nan_fill != 0 && !is_float_type(map.type)) {
     return format("out-of-bounds fill is NaN, which element type %s does not have", tma_type_name(map.type));
   }
-  if (map.base % 16 != 0) return format("global address is 0x%llx, expected a multiple of 16", static_cast<unsigned long long>(map.base));
+  if (map.base % 16 != 0)
+    return format("global address is 0x%llx, expected a multiple of 16", static_cast<unsigned long long>(map.base));
   for (int i = 0; i < map.rank; ++i) {
     if (map.dims[i] == 0 || map.dims[i] > uint64_t{1} << 32) {
       return format("dimension %d is %llu, expected 1 to 2^32", i, static_cast<unsigned long long>(map.dims[i]));
@@ -107,7 +110,8 @@ std::string tensor_map_error(const TensorMapData& map) {
                     static_cast<unsigned long long>(map.strides[i - 1]));
     }
   }
-  if (map.row_bytes() % 16 != 0) return format("box dimension 0 has %u bytes, expected a multiple of 16", map.row_bytes());
+  if (map.row_bytes() % 16 != 0)
+    return format("box dimension 0 has %u bytes, expected a multiple of 16", map.row_bytes());
   const uint32_t span = swizzle_span(map.swizzle);
   if (span != 0 && map.row_bytes() > span) {
     return format("box dimension 0 has %u bytes, expected at most the swizzle's %u", map.row_bytes(), span);
@@ -145,7 +149,8 @@ void walk_row(const TensorMapData& map, int64_t column, uint64_t row_address, bo
   if (!row_inside) first = last = count;
   const auto bytes = [&](int64_t elements) { return static_cast<uint32_t>(elements) * size; };
   visit_row(map, offset, bytes(first), 0, false, visit);
-  visit_row(map, offset + bytes(first), bytes(last - first), row_address + static_cast<uint64_t>((column + first) * size), true, visit);
+  visit_row(map, offset + bytes(first), bytes(last - first),
+            row_address + static_cast<uint64_t>((column + first) * size), true, visit);
   visit_row(map, offset + bytes(last), bytes(count - last), 0, false, visit);
 }
 
@@ -200,7 +205,7 @@ void fill_outside(const TensorMapData& map, uint8_t* data, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; ++i) data[i] = i % 2 == 0 ? 0xf7 : 0x7f;  // 0x7ff7 in every half word
 }
 
-// ---- reductions -------------------------------------------------------------------------------------------------------------------
+// ---- reductions ---------------------------------------------------------------------------------
 
 uint32_t element_bytes(ReduceType type) {
   switch (type) {
@@ -226,8 +231,7 @@ const char* reduce_type_name(ReduceType type) {
 
 bool reducible(Reduction op, ReduceType type) {
   switch (op) {
-    case Reduction::add:
-      return type != ReduceType::s64 && type != ReduceType::b32 && type != ReduceType::b64;
+    case Reduction::add: return type != ReduceType::s64 && type != ReduceType::b32 && type != ReduceType::b64;
     case Reduction::min:
     case Reduction::max: return type <= ReduceType::bf16;
     case Reduction::inc:
@@ -299,10 +303,12 @@ void reduce(Reduction op, ReduceType type, uint8_t* destination, const uint8_t* 
   switch (type) {
     case ReduceType::u32:
     case ReduceType::b32:
-      return for_elements<uint32_t>(destination, source, bytes, [=](uint32_t d, uint32_t s) { return combine(op, d, s); });
+      return for_elements<uint32_t>(destination, source, bytes,
+                                    [=](uint32_t d, uint32_t s) { return combine(op, d, s); });
     case ReduceType::u64:
     case ReduceType::b64:
-      return for_elements<uint64_t>(destination, source, bytes, [=](uint64_t d, uint64_t s) { return combine(op, d, s); });
+      return for_elements<uint64_t>(destination, source, bytes,
+                                    [=](uint64_t d, uint64_t s) { return combine(op, d, s); });
     case ReduceType::s32:
       return for_elements<uint32_t>(destination, source, bytes, [=](uint32_t d, uint32_t s) {
         if (op == Reduction::add) return d + s;  // wraps
@@ -318,20 +324,22 @@ void reduce(Reduction op, ReduceType type, uint8_t* destination, const uint8_t* 
         return combine_half(op, d, s, type == ReduceType::bf16);
       });
     case ReduceType::f32:
-      return for_elements<uint32_t>(destination, source, bytes, [](uint32_t d, uint32_t s) { return fp::reduce_add_f32(d, s, true); });
+      return for_elements<uint32_t>(destination, source, bytes,
+                                    [](uint32_t d, uint32_t s) { return fp::reduce_add_f32(d, s, true); });
     case ReduceType::f64: return for_elements<uint64_t>(destination, source, bytes, add_f64);
   }
 }
 
 }  // namespace emu
 
-// ---- C interface ------------------------------------------------------------------------------------------------------------------
+// ---- C interface --------------------------------------------------------------------------------
 
-/// Fills the 128 bytes at `out` as cuTensorMapEncodeTiled would. Returns 0, or 1 with a text in `message` that names the bad argument.
-/// `strides` has rank - 1 entries. `element_strides` may be null: all ones.
+/// Fills the 128 bytes at `out` as cuTensorMapEncodeTiled would. Returns 0, or 1 with a text in `message` that names
+/// the bad argument. `strides` has rank - 1 entries. `element_strides` may be null: all ones.
 extern "C" __attribute__((visibility("default"))) int emu_encode_tensor_map(
     void* out, int type, int rank, uint64_t base, const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
-    const uint32_t* element_strides, int interleave, int swizzle, int l2_promotion, int nan_fill, char* message, uint64_t message_bytes) {
+    const uint32_t* element_strides, int interleave, int swizzle, int l2_promotion, int nan_fill, char* message,
+    uint64_t message_bytes) {
   using namespace emu;
   std::string error;
   TensorMapData map{};

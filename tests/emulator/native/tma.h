@@ -1,8 +1,9 @@
 // Tensor maps and the walk of a TMA tile, without any machine around them.
 //
-// A real tensor map is an opaque 128-byte object; this is a private encoding of the same content, with a magic number and a checksum, so
-// that anything else in its place is noticed. The rules are those of cuTensorMapEncodeTiled. Tile semantics: PTX ISA 5.5 and
-// measurements on an H200 (out-of-bounds elements are zero or 0x7ff77ff7, never touch memory when stored, and count as transferred bytes).
+// A real tensor map is an opaque 128-byte object; this is a private encoding of the same content, with a magic number
+// and a checksum, so that anything else in its place is noticed. The rules are those of cuTensorMapEncodeTiled. Tile
+// semantics: PTX ISA 5.5 and measurements on an H200 (out-of-bounds elements are zero or 0x7ff77ff7, never touch memory
+// when stored, and count as transferred bytes).
 #pragma once
 
 #include <array>
@@ -32,17 +33,18 @@ struct TensorMapData {
   std::array<uint8_t, kMaxRank> element_strides;
   TmaType type;
   uint8_t rank;
-  uint8_t interleave;                          // 0: the only one implemented
+  uint8_t interleave;  // 0: the only one implemented
   Swizzle swizzle;
   uint8_t nan_fill;
-  uint8_t l2_promotion;                        // no effect
+  uint8_t l2_promotion;  // no effect
   uint8_t reserved[15];
-  uint32_t checksum;                           // of everything before it
+  uint32_t checksum;  // of everything before it
 
   uint32_t sum() const;
   void seal() { checksum = sum(); }
-  /// Elements that the box has in shared memory along a dimension.
+  /// Elements that the box has in shared memory along a dimension. Dimension 0 has no element stride.
   uint32_t box_elements(int dimension) const {
+    if (dimension == 0) return box[0];
     return (box[dimension] + element_strides[dimension] - 1) / element_strides[dimension];
   }
   uint32_t row_bytes() const { return box_elements(0) * element_bytes(type); }
@@ -73,14 +75,14 @@ inline uint32_t swizzled(uint32_t offset, Swizzle swizzle) {
 
 /// A run of bytes of a tile, contiguous in global and in shared memory.
 struct TileRun {
-  uint32_t shared;   // offset, swizzled
+  uint32_t shared;  // offset, swizzled
   uint32_t bytes;
-  uint64_t global;   // address; 0 outside the tensor
+  uint64_t global;  // address; 0 outside the tensor
   bool inside;
 };
 
-/// Tile of a map at coordinates (element units, dimension 0 first), or with `rows` the four rows coords[1..4] of a 2D map at
-/// column coords[0].
+/// Tile of a map at coordinates (element units, dimension 0 first), or with `rows` the four rows coords[1..4] of a 2D
+/// map at column coords[0].
 struct Tile {
   TensorMapData map;
   std::array<int32_t, kMaxRank> coords{};
@@ -100,10 +102,11 @@ void convert_loaded(TmaType type, uint8_t* data, uint32_t bytes);
 /// Fills with the value of elements outside the tensor.
 void fill_outside(const TensorMapData& map, uint8_t* data, uint32_t bytes);
 
-// ---- reductions -------------------------------------------------------------------------------------------------------------------
+// ---- reductions ---------------------------------------------------------------------------------
 
 enum class Reduction : uint8_t { add, min, max, inc, dec, bit_and, bit_or, bit_xor };
-/// Element types of reductions; the float adds round to nearest even, f32's flushes subnormals, f16's and bf16's do not.
+/// Element types of reductions; the float adds round to nearest even, f32's flushes subnormals, f16's and bf16's do
+/// not.
 enum class ReduceType : uint8_t { u32, s32, u64, s64, f16, bf16, f32, f64, b32, b64 };
 uint32_t element_bytes(ReduceType type);
 const char* reduction_name(Reduction op);
