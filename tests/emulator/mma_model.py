@@ -170,7 +170,9 @@ def integer_dot(a: list[int], b: list[int], c: int | None, a_type: str, b_type: 
     return total % 2**32
 
 
-def matmul(a: np.ndarray, b: np.ndarray, c: np.ndarray | None, a_type: str, b_type: str, d_type: str = "f32", **options):
+def matmul(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray | None, a_type: str, b_type: str, d_type: str = "f32", **options
+):
     """D[m, n] for A [M, K] and B [N, K] of raw containers; one K group. Returns uint32 bits."""
     out = np.zeros((len(a), len(b)), np.uint32)
     rows, columns = [[int(v) for v in r] for r in a], [[int(v) for v in r] for r in b]

@@ -231,7 +231,7 @@ void submit(Warp& warp, int lane, std::unique_ptr<TensorOp> op, TensorOrder orde
       const bool same_accumulator = overlap(earlier->writes, fresh.writes) && !earlier_copy;
       if (earlier_copy || same_accumulator) op->after.push_back(earlier->id);
       if (earlier->thread != fresh.thread || earlier_copy) continue;
-      if (const TensorRect* hit = overlap(earlier->writes, fresh.reads); hit && !same_accumulator) {
+      if (const TensorRect* hit = overlap(earlier->writes, fresh.reads); hit) {
         fail(Fault::tensor_memory,
              "the MMA reads Tensor Memory (%s) that %s, issued in line %d, has yet to write: only a wait for its tcgen05.commit orders them",
              hit->describe().c_str(), earlier->describe().c_str(), earlier->line);
