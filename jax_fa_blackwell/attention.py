@@ -114,9 +114,9 @@ def flash_attention(
         sinks=sinks,
     )
     intervals = kv_intervals(arguments.masks)
-    spec = _make_spec(arguments, intervals, deterministic)
+    spec = make_spec(arguments, intervals, deterministic)
     on_request = implementation in ("xla", "reference")
-    choice = choose_implementation(spec, implementation, None if on_request else _device_arch())
+    choice = choose_implementation(spec, implementation, None if on_request else device_arch())
     if choice.name == "xla" and not on_request:
         _log_once(choice.reason)
     if choice.name == "reference":
@@ -148,7 +148,8 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _make_spec(arguments: Arguments, intervals: KvIntervals, deterministic: bool) -> AttentionSpec:
+def make_spec(arguments: Arguments, intervals: KvIntervals, deterministic: bool) -> AttentionSpec:
+    """The call as static data."""
     B, T, N, H = arguments.query.shape
     _, S, K, Hv = arguments.value.shape
     is_affine = intervals.form == "affine"
@@ -173,7 +174,7 @@ def _make_spec(arguments: Arguments, intervals: KvIntervals, deterministic: bool
     )
 
 
-def _device_arch() -> str | None:
+def device_arch() -> str | None:
     """The architecture of the default GPU if kernels exist for it, else None."""
     if jax.default_backend() != "gpu":
         return None

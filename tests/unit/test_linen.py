@@ -340,7 +340,7 @@ def test_rotary_is_applied_to_query_and_key():
 def test_layer_hands_on_every_option():
     query, _ = inputs()
     rng = np.random.default_rng(3)
-    layer = MultiHeadAttention(4, 2)
+    layer = MultiHeadAttention(4, 2, use_bias=False)
     variables = init(layer, query)
     ids = jnp.repeat(jnp.arange(3), 4)[None].repeat(2, 0)
     options: dict[str, Any] = {
