@@ -298,11 +298,18 @@ void decode_atomic(Decoder& d, const Statement& s, Modifiers& m, Instruction& in
   // ptxas takes the space first, too.
   m.take_one({"relaxed", "acquire", "release", "acq_rel"});
   m.take_one({"cta", "cluster", "gpu", "sys"});
-  int op = m.take_one({"and", "or", "xor", "exch", "cas", "add", "inc", "dec", "min", "max"}, -2);
+  // The ISA's own examples put vector and type before or behind the operation.
+  int op = -1, vector = -1, found = 0;
+  for (const char* name : {"and", "or", "xor", "exch", "cas", "add", "inc", "dec", "min", "max"}) {
+    if (m.take_anywhere(name)) op = found;
+    ++found;
+  }
+  if (op < 0) unsupported(s, "");
   data->op = static_cast<Atomic>(op);
-  bool noftz = m.take("noftz");
-  bool policy = m.take("L2::cache_hint");
-  int vector = m.take_one({"v2", "v4", "v8"});
+  bool noftz = m.take_anywhere("noftz");
+  bool policy = m.take_anywhere("L2::cache_hint");
+  for (int v = 0; v < 3; ++v)
+    if (m.take_anywhere(v == 0 ? "v2" : v == 1 ? "v4" : "v8")) vector = v;
   Type type = m.need_type();
   data->type = type;
   const int bits = type_bits(type);
