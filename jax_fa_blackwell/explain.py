@@ -19,11 +19,12 @@ import jax.numpy as jnp
 
 from jax_fa_blackwell.arguments import check_arguments
 from jax_fa_blackwell.attention import device_arch, make_spec
-from jax_fa_blackwell.kernels.registry import VARIANTS
 from jax_fa_blackwell.masks import kv_intervals
-from jax_fa_blackwell.plan import launch
+from jax_fa_blackwell.plan.report import format_attention, format_plan
 from jax_fa_blackwell.plan.spec import IMPLEMENTATIONS, AttentionSpec, choose_implementation
 from jax_fa_blackwell.plan.target import TARGETS, get_target
+
+__all__ = ["Explanation", "explain", "format_plan", "main"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +44,16 @@ class Explanation:
     reason: str
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"{name:<15} {text}"
-            for name, text in (
-                ("call", self.spec.describe()),
-                ("architecture", self.arch or "no supported GPU"),
-                ("implementation", self.implementation),
-                ("reason", self.reason),
-            )
+        rows = (
+            ("call", self.spec.describe()),
+            ("architecture", self.arch or "no supported GPU"),
+            ("implementation", self.implementation),
+            ("reason", self.reason),
         )
+        lines = [f"{name:<15} {text}" for name, text in rows]
+        if self.implementation == "cuda" and self.arch is not None and not self.spec.is_empty:
+            lines.append(format_attention(self.spec, get_target(self.arch)))
+        return "\n".join(lines)
 
 
 def explain(
@@ -114,87 +116,6 @@ def explain(
     arch = device_arch() if arch is None else get_target(arch).arch
     choice = choose_implementation(specs[0], implementation, arch)
     return Explanation(specs[0], arch, choice.name, choice.reason)
-
-
-def format_plan(plan: launch.LaunchPlan) -> str:
-    """A LaunchPlan as text for people: its buffers, then for each architecture the fills and launches in order."""
-    sizes = (*plan.argument_bytes, *plan.result_bytes)
-    lines = [f"plan {plan.name}"]
-    lines += [f"  {_operand(plan, index):<14} {size:,} bytes" for index, size in enumerate(sizes)]
-    for program in plan.programs:
-        lines.append(f"  {program.arch}")
-        for step in program.steps:
-            if isinstance(step, launch.Fill):
-                place = _place(plan, step.operand, step.offset_bytes)
-                lines.append(f"    fill {place} with {step.words:,} words of {step.word:#010x}")
-            else:
-                lines += [f"    {line}" for line in _format_launch(plan, step)]
-    return "\n".join(lines)
-
-
-def _format_launch(plan: launch.LaunchPlan, step: launch.Launch) -> list[str]:
-    details = [
-        ("cubin", f"sha256 {step.sha256[:12]}, symbol {step.symbol}"),
-        ("grid", _extents(step.grid)),
-        ("block", _extents(step.block)),
-        ("cluster", _extents(step.cluster)),
-        ("shared memory", f"{step.shared_bytes:,} bytes, dynamic"),
-    ]
-    if step.programmatic:
-        details.append(("start", "may overlap the end of the launch before"))
-    lines = [f"launch {step.kernel}"]
-    lines += [f"  {name:<14} {text}" for name, text in details]
-    names = _parameter_names(step)
-    width = max(map(len, names), default=0)
-    lines += [
-        f"  parameter      {name:<{width}}  {_format_param(plan, param)}"
-        for name, param in zip(names, step.params, strict=True)
-    ]
-    return lines
-
-
-def _parameter_names(step: launch.Launch) -> list[str]:
-    """From the kernel's declaration; numbers where this version of the package has no such kernel."""
-    variant = VARIANTS.get(step.kernel)
-    if variant is None or len(variant.parameters) != len(step.params):
-        return [str(index) for index in range(len(step.params))]
-    return [parameter.name for parameter in variant.parameters]
-
-
-def _format_param(plan: launch.LaunchPlan, param: launch.Param) -> str:
-    match param:
-        case launch.TensorMap():
-            parts = [
-                f"tensor map of {_place(plan, param.operand, param.offset_bytes)}: {param.dtype}",
-                f"dims {_extents(param.dims)}",
-                f"strides {_extents(param.strides_bytes)} bytes" if param.strides_bytes else "contiguous",
-                f"box {_extents(param.box)}",
-                f"swizzle {param.swizzle}, outside {param.fill}, L2 promotion {param.l2_promotion}",
-            ]
-            if any(step != 1 for step in param.element_strides):
-                parts.append(f"element strides {_extents(param.element_strides)}")
-            return ", ".join(parts)
-        case launch.Pointer():
-            return f"pointer to {_place(plan, param.operand, param.offset_bytes)}"
-        case launch.Int32():
-            return f"int32 {param.value}"
-        case launch.Float32():
-            return f"float32 {param.value:g}"
-        case launch.Bytes():
-            return f"{len(param.data)} bytes {param.data.hex()}"
-
-
-def _operand(plan: launch.LaunchPlan, index: int) -> str:
-    arguments = len(plan.argument_bytes)
-    return f"argument {index}" if index < arguments else f"result {index - arguments}"
-
-
-def _place(plan: launch.LaunchPlan, index: int, offset_bytes: int) -> str:
-    return _operand(plan, index) + (f" + {offset_bytes:,} bytes" if offset_bytes else "")
-
-
-def _extents(extents: Sequence[int]) -> str:
-    return " x ".join(str(extent) for extent in extents)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -280,11 +201,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        print(_explain_arguments(args))
+        explanation = _explain_arguments(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     except NotImplementedError as error:
         parser.exit(1, f"not implemented: {error}\n")
+    else:
+        print(explanation)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -10,9 +11,10 @@ import pytest
 from jax_fa_blackwell import explain as explain_module
 from jax_fa_blackwell.cubins import Cubin
 from jax_fa_blackwell.explain import explain, format_plan, main
-from jax_fa_blackwell.plan import delta
+from jax_fa_blackwell.plan import backward, delta, forward
 from jax_fa_blackwell.plan import spec as spec_module
 from jax_fa_blackwell.plan.launch import Bytes, Fill, Float32, Int32, Launch, LaunchPlan, Pointer, Program, TensorMap
+from jax_fa_blackwell.plan.target import get_target
 
 
 def struct(*shape, dtype="bfloat16"):
@@ -78,6 +80,23 @@ def test_default_arch_is_that_of_the_device(kernel, monkeypatch):
     monkeypatch.setattr(explain_module, "device_arch", lambda: "sm_100a")
     x = struct(1, 16, 2, 64)
     assert (explain(x, x, x).arch, explain(x, x, x).implementation) == ("sm_100a", "cuda")
+
+
+def test_plan_of_the_kernels_is_shown(kernel):
+    query, key, value = struct(2, 300, 8, 128), struct(2, 400, 4, 128), struct(2, 400, 4, 64)
+    explanation = explain(query, key, value, is_causal=True, arch="sm_100a")
+    target = get_target("sm_100a")
+    tiles = forward.plan_forward(explanation.spec, target)
+    text = str(explanation)
+    assert f"{tiles.query_tiles} of 128 query rows" in text
+    for plan in (tiles, *backward.plan_backward(explanation.spec, target)):
+        for name, first, end in plan.tensor_memory_map():
+            assert f"{name} {first}..{end - 1}" in text
+        assert f"{plan.shared_bytes:,} of {target.shared_bytes:,} bytes" in text
+    assert "pass for dQ" in text
+    assert "matrix products where one pass costs 5" in text
+    assert re.search(r"launch forward_sm100_bfloat16_\dtile\n +cubin +found when a program is lowered", text)
+    assert re.search(r" query_length=300 key_value_length=400\s", text)
 
 
 def test_requested_implementation(kernel):
@@ -190,9 +209,8 @@ def test_format_plan():
         "      parameter      0  tensor map of argument 0 + 16 bytes: bfloat16, dims 64 x 8, strides 128 bytes,"
         " box 64 x 8, swizzle 128B, outside nan, L2 promotion 256B, element strides 1 x 2\n"
         "      parameter      1  pointer to result 0 + 32 bytes\n"
-        "      parameter      2  int32 -5\n"
-        "      parameter      3  float32 0.25\n"
         "      parameter      4  2 bytes 01ff\n"
+        "      numbers        2=-5 3=0.250000\n"
         "  sm_100a"
     )
 
@@ -212,7 +230,8 @@ def test_format_plan_names_the_parameters_of_our_kernels():
     assert f"shared memory  {launch.shared_bytes:,} bytes" in text
     lines = text[text.index("sm_100a") :].splitlines()
     printed = {words[1]: words[2:] for words in map(str.split, lines) if words[0] == "parameter"}
-    assert list(printed) == [parameter.name for parameter in spec.variant.parameters]
-    assert printed["tokens"] == ["int32", "100"]
+    numbers = dict(re.findall(r"(\w+)=(\S+)", "\n".join(lines)))
+    assert {*printed, *numbers} == {parameter.name for parameter in spec.variant.parameters}
+    assert numbers["tokens"] == "100"
     assert printed["grad_lse"] == ["pointer", "to", "argument", "2"]
     assert printed["grad_out_map"][:6] == ["tensor", "map", "of", "argument", "1:", "uint32,"]

@@ -1,0 +1,164 @@
+"""Plans as text for people: tiles, rings, Tensor Memory maps, and launches with every parameter."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from jax_fa_blackwell.kernels import registry
+from jax_fa_blackwell.plan import backward, forward, launch
+from jax_fa_blackwell.plan.slices import ROWS, SLICE
+from jax_fa_blackwell.plan.spec import AttentionSpec
+from jax_fa_blackwell.plan.target import Target
+
+_NO_CUBIN = "0" * 64, "none"
+"""In the place of digest and symbol in plans that are only shown; the cubin is found when a program is lowered."""
+
+
+def format_attention(spec: AttentionSpec, target: Target) -> str:
+    """What the kernels do for a call that they take: forward, then backward."""
+    has_cap = spec.logits_soft_cap is not None
+    tiles = forward.plan_forward(spec, target)
+    name = registry.forward_name(spec.dtype, tiles.query_tiles, has_cap)
+    passes = backward.plan_backward(spec, target)
+    names = {turned: registry.backward_name(spec.dtype, turned, has_cap) for turned in (False, True)}
+    cubins = {turned: (name, *_NO_CUBIN) for turned, name in names.items()}
+    return "\n".join(
+        (
+            *_format_forward(tiles),
+            format_plan(forward.launch_forward(tiles, name, *_NO_CUBIN)),
+            *_format_backward(passes),
+            format_plan(backward.launch_backward(passes, cubins)),
+        )
+    )
+
+
+def _format_forward(plan: forward.ForwardPlan) -> list[str]:
+    tiles = f"{plan.query_tiles} of {ROWS} query rows"
+    if plan.query_tiles == 2:
+        tiles += ", of two heads that share a key head" if plan.pair_heads else ", of one head"
+    chunks = f" in {plan.value_chunks} chunks, each with its scores rebuilt" if plan.value_chunks > 1 else ""
+    return _section(
+        "forward",
+        ("query tiles", tiles),
+        (
+            "KV blocks",
+            f"{ROWS} keys; K in {plan.k_slices} and V in {plan.v_slices} slices of {SLICE} head dims{chunks}",
+        ),
+        ("work items", f"{plan.items:,}"),
+        *_memories(plan),
+    )
+
+
+def _format_backward(passes: Sequence[backward.Pass]) -> list[str]:
+    # A pass counts in products of the mean head dim; five is what one pass over everything would cost.
+    products = sum(one.gemms for one in passes)
+    lines = _section("backward", ("passes", f"{len(passes)}; {products:g} matrix products where one pass costs 5"))
+    for one in passes:
+        results = ("dK" if one.score_part else "") + ("dV" if one.value_part else "") if one.transposed else "dQ"
+        lines += _section(
+            f"  pass for {results}",
+            ("tiles", f"{ROWS} {'keys' if one.transposed else 'query rows'}"),
+            ("parts", f"{one.parts}, each with its scores rebuilt" if one.parts > 1 else "1"),
+            *_memories(one),
+        )
+    return lines
+
+
+def _memories(plan: forward.ForwardPlan | backward.Pass) -> list[tuple[str, str]]:
+    columns = ", ".join(f"{name} {first}..{end - 1}" for name, first, end in plan.tensor_memory_map())
+    used = f"{plan.shared_bytes:,} of {plan.target.shared_bytes:,} bytes"
+    return [("ring", f"{plan.slots} slices"), ("Tensor Memory", f"columns {columns}"), ("shared memory", used)]
+
+
+def _section(title: str, *rows: tuple[str, str]) -> list[str]:
+    indent = " " * (len(title) - len(title.lstrip()) + 2)
+    return [title, *(f"{indent}{name:<{18 - len(indent)}} {text}" for name, text in rows)]
+
+
+def format_plan(plan: launch.LaunchPlan) -> str:
+    """A LaunchPlan as text for people: its buffers, then for each architecture the fills and launches in order."""
+    sizes = (*plan.argument_bytes, *plan.result_bytes)
+    lines = [f"plan {plan.name}"]
+    lines += [f"  {_operand(plan, index):<14} {size:,} bytes" for index, size in enumerate(sizes)]
+    for program in plan.programs:
+        lines.append(f"  {program.arch}")
+        for step in program.steps:
+            if isinstance(step, launch.Fill):
+                place = _place(plan, step.operand, step.offset_bytes)
+                lines.append(f"    fill {place} with {step.words:,} words of {step.word:#010x}")
+            else:
+                lines += [f"    {line}" for line in _format_launch(plan, step)]
+    return "\n".join(lines)
+
+
+def _format_launch(plan: launch.LaunchPlan, step: launch.Launch) -> list[str]:
+    details = [
+        ("cubin", "found when a program is lowered" if step.sha256 == _NO_CUBIN[0] else _cubin(step)),
+        ("grid", _extents(step.grid)),
+        ("block", _extents(step.block)),
+        ("cluster", _extents(step.cluster)),
+        ("shared memory", f"{step.shared_bytes:,} bytes, dynamic"),
+    ]
+    if step.programmatic:
+        details.append(("start", "may overlap the end of the launch before"))
+    lines = [f"launch {step.kernel}"]
+    lines += [f"  {name:<14} {text}" for name, text in details]
+    # Numbers are many and short and share lines; each operand has its own.
+    named = list(zip(_parameter_names(step), step.params, strict=True))
+    width = max(len(name) for name, _ in named) if named else 0
+    numbers = []
+    for name, param in named:
+        if isinstance(param, launch.Int32 | launch.Float32):
+            numbers.append(f"{name}={_number(param)}")
+        else:
+            lines.append(f"  parameter      {name:<{width}}  {_format_operand(plan, param)}")
+    return lines + textwrap.wrap(" ".join(numbers), 110, initial_indent="  numbers        ", subsequent_indent=" " * 17)
+
+
+def _cubin(step: launch.Launch) -> str:
+    return f"sha256 {step.sha256[:12]}, symbol {step.symbol}"
+
+
+def _parameter_names(step: launch.Launch) -> list[str]:
+    """From the kernel's declaration; numbers where this version of the package has no such kernel."""
+    variant = registry.VARIANTS.get(step.kernel)
+    if variant is None or len(variant.parameters) != len(step.params):
+        return [str(index) for index in range(len(step.params))]
+    return [parameter.name for parameter in variant.parameters]
+
+
+def _number(param: launch.Int32 | launch.Float32) -> str:
+    return str(param.value) if isinstance(param, launch.Int32) else f"{param.value:#.6g}"
+
+
+def _format_operand(plan: launch.LaunchPlan, param: launch.TensorMap | launch.Pointer | launch.Bytes) -> str:
+    match param:
+        case launch.TensorMap():
+            parts = [
+                f"tensor map of {_place(plan, param.operand, param.offset_bytes)}: {param.dtype}",
+                f"dims {_extents(param.dims)}",
+                f"strides {_extents(param.strides_bytes)} bytes" if param.strides_bytes else "contiguous",
+                f"box {_extents(param.box)}",
+                f"swizzle {param.swizzle}, outside {param.fill}, L2 promotion {param.l2_promotion}",
+            ]
+            if any(step != 1 for step in param.element_strides):
+                parts.append(f"element strides {_extents(param.element_strides)}")
+            return ", ".join(parts)
+        case launch.Pointer():
+            return f"pointer to {_place(plan, param.operand, param.offset_bytes)}"
+        case launch.Bytes():
+            return f"{len(param.data)} bytes {param.data.hex()}"
+
+
+def _operand(plan: launch.LaunchPlan, index: int) -> str:
+    arguments = len(plan.argument_bytes)
+    return f"argument {index}" if index < arguments else f"result {index - arguments}"
+
+
+def _place(plan: launch.LaunchPlan, index: int, offset_bytes: int) -> str:
+    return _operand(plan, index) + (f" + {offset_bytes:,} bytes" if offset_bytes else "")
+
+
+def _extents(extents: Sequence[int]) -> str:
+    return " x ".join(str(extent) for extent in extents)
