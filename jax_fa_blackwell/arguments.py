@@ -97,10 +97,10 @@ def check_arguments(
         left,
         right,
         causal_alignment == "bottom_right",
-        _check_integers("query_seq_lengths", query_seq_lengths, (B,), has_batch),
-        _check_integers("key_value_seq_lengths", key_value_seq_lengths, (B,), has_batch),
-        _check_integers("query_segment_ids", query_segment_ids, (B, T), has_batch),
-        _check_integers("key_value_segment_ids", key_value_segment_ids, (B, S), has_batch),
+        _check_lengths("query_seq_lengths", query_seq_lengths, B, T, has_batch),
+        _check_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S, has_batch),
+        _check_segment_ids("query_segment_ids", query_segment_ids, (B, T), has_batch),
+        _check_segment_ids("key_value_segment_ids", key_value_segment_ids, (B, S), has_batch),
     )
     scale = 1 / math.sqrt(H) if scale is None else _check_number("scale", scale)
     if logits_soft_cap is not None:
@@ -168,19 +168,33 @@ def _check_broadcast(name: str, given: Any, scores: tuple[int, ...]) -> jax.Arra
     return array.reshape(shape)
 
 
-def _check_integers(name: str, given: Any, shape: tuple[int, ...], has_batch: bool) -> jax.Array | None:
-    """An int32 array of the given shape; without a batch axis where the inputs have none."""
+def _check_lengths(name: str, given: Any, batch: int, limit: int, has_batch: bool) -> jax.Array | None:
+    """Sequence lengths as int32 [B], clipped to 0 and the axis's length; any integer dtype."""
     array = _as_array(name, given)
     if array is None:
         return None
-    if not jnp.issubdtype(array.dtype, jnp.integer) or not np.can_cast(array.dtype, np.int32):
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must have an integer dtype; got {array.dtype}")
+    return jnp.clip(_check_shape(name, array, (batch,), has_batch), 0, limit).astype(jnp.int32)
+
+
+def _check_segment_ids(name: str, given: Any, shape: tuple[int, int], has_batch: bool) -> jax.Array | None:
+    """Segment ids as int32 of the given shape; wider dtypes are refused, since two ids could become one."""
+    array = _as_array(name, given)
+    if array is None:
+        return None
+    if not (jnp.issubdtype(array.dtype, jnp.integer) and np.can_cast(array.dtype, np.int32)):
         raise ValueError(f"{name} must have dtype int32; got {array.dtype}")
-    if not has_batch and array.ndim == len(shape) - 1:
-        array = array[None]
-    if array.shape != shape:
-        expected = list(shape) if has_batch else list(shape[1:])
-        raise ValueError(f"{name} must have shape {expected}; got {list(jnp.shape(given))}")
-    return array.astype(jnp.int32)
+    return _check_shape(name, array, shape, has_batch).astype(jnp.int32)
+
+
+def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...], has_batch: bool) -> jax.Array:
+    """The array if it has the shape; where the inputs have no batch axis it may lack that axis too."""
+    expected = list(shape) if has_batch else list(shape[1:])
+    fitted = array if has_batch or array.ndim == len(shape) else array[None]
+    if fitted.shape != shape:
+        raise ValueError(f"{name} must have shape {expected}; got {list(array.shape)}")
+    return fitted
 
 
 def _check_bool(name: str, given: Any) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_fa_blackwell import reference, xla
+from jax_fa_blackwell import cuda, reference, xla
 from jax_fa_blackwell.arguments import Arguments, check_arguments
-from jax_fa_blackwell.masks import KvIntervals, kv_intervals
+from jax_fa_blackwell.masks import KvIntervals, kv_intervals, query_intervals
 from jax_fa_blackwell.operands import Operands
 from jax_fa_blackwell.plan.spec import AttentionSpec, choose_implementation
 from jax_fa_blackwell.plan.target import arch_of_compute_capability
@@ -142,7 +142,10 @@ def flash_attention(
             intervals.lo,
             intervals.hi,
         )
-        out, lse = _attend(spec, operands)
+        if choice.name == "cuda" and spec.mask_form == "rows":
+            transposed = query_intervals(arguments.masks)
+            operands = operands._replace(key_lo=transposed.lo, key_hi=transposed.hi)
+        out, lse = _attend(choice.name, spec, operands)
     if not arguments.has_batch:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -190,21 +193,23 @@ def _log_once(reason: str) -> None:
     _logger.log(level, "flash_attention runs as implementation 'xla': %s", reason)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec: AttentionSpec, operands: Operands) -> Any:
-    return xla.forward(spec, operands)
+def _forward(implementation: str, spec: AttentionSpec, operands: Operands) -> Any:
+    return (cuda if implementation == "cuda" else xla).forward(spec, operands)
 
 
-def _attend_forward(spec: AttentionSpec, operands: Operands):
-    # Not xla.forward: so a second derivative goes through this rule again instead of through the forward scan.
-    out, lse = _attend(spec, operands)
+_attend: Any = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
+
+
+def _attend_forward(implementation: str, spec: AttentionSpec, operands: Operands):
+    # Through _attend again, so that a second derivative uses this rule instead of going through the forward scan.
+    out, lse = _attend(implementation, spec, operands)
     out, lse = checkpoint_name(out, CHECKPOINT_NAME), checkpoint_name(lse, CHECKPOINT_NAME)
     return (out, lse), (operands, out, lse)
 
 
-def _attend_backward(spec: AttentionSpec, residuals, cotangents):
+def _attend_backward(implementation: str, spec: AttentionSpec, residuals, cotangents):
     operands, out, lse = residuals
-    gradients = xla.backward(spec, operands, out, lse, *cotangents)
+    gradients = (cuda if implementation == "cuda" else xla).backward(spec, operands, out, lse, *cotangents)
     return (
         Operands(
             query=gradients.query,

@@ -22,7 +22,7 @@ class MaskArguments:
       batch, query_length, key_value_length: B, T, S.
       left, right: the keys a row sees before and after its diagonal; None is unbounded. Causal is right = 0.
       bottom_right: whether the diagonal ends at the last key (else it begins at the first).
-      query_seq_lengths, key_value_seq_lengths: int32 [B] or None.
+      query_seq_lengths, key_value_seq_lengths: int32 [B] within 0 and T or S, or None.
       query_segment_ids, key_value_segment_ids: int32 [B, T] and [B, S], both or neither; negative is padding.
     """
 
@@ -140,7 +140,7 @@ def _canonical(lo, hi, key_value_length: int) -> tuple[jax.Array, jax.Array]:
 def _lengths(lengths: jax.Array | None, limit: int) -> jax.Array:
     if lengths is None:
         return jnp.full((1,), limit, jnp.int32)
-    return jnp.clip(lengths, 0, limit)
+    return lengths
 
 
 def _positions_in_segments(arguments: MaskArguments):

@@ -25,9 +25,10 @@ from jax_fa_blackwell.plan.spec import AttentionSpec
 
 Array = jax.Array
 
-QUERY_BLOCK = 512
-"""Query rows of a block, and below keys; measured on CPUs by benchmarks/xla_memory.py."""
-KV_BLOCK = 512
+QUERY_BLOCK = 256
+"""Query rows of a block; chosen on CPUs, where a block's scores must stay in cache (benchmarks/xla_memory.py)."""
+KV_BLOCK = 256
+"""Keys of a block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +139,14 @@ class _Call:
         visible = functools.reduce(jnp.logical_and, parts)
         return visible.reshape((1,) * (5 - visible.ndim) + visible.shape)
 
-    def scores(self, query: Array, key: Array, row_index, key_index) -> tuple[Array, Array | None]:
+    def scores(self, query: Array, key: Array, row_index, key_index, visible) -> tuple[Array, Array | None]:
         """Scores [B, K, G, rows, keys] of a pair of blocks, and the tanh of the soft cap if there is one."""
         scores = _matmul("bkrh,bksh->bkrs", query, key, self.dtype) * self.spec.scale
         scores = self.split_group(scores)
         if self.bias is not None:
-            scores = scores + self.bias_block(self.bias, row_index, key_index).astype(self.dtype)
+            bias = self.bias_block(self.bias, row_index, key_index).astype(self.dtype)
+            # tanh(NaN) would make the second derivative NaN, masked or not.
+            scores = scores + (bias if visible is None else jnp.where(visible, bias, 0))
         if self.spec.logits_soft_cap is None:
             return scores, None
         tanh = jnp.tanh(scores / self.spec.logits_soft_cap)
@@ -210,8 +213,8 @@ def _online_softmax_step(call: _Call, query: Array, state, row_index, key_index)
     """Adds one KV block to the running maximum, the running sum and the unnormalised output of a block of rows."""
     peak, total, weighted = state
     key, value = call.key_block(call.key, key_index), call.key_block(call.value, key_index)
-    scores, _ = call.scores(query, key, row_index, key_index)
     visible = call.visible(row_index, key_index, each_row_once=False)
+    scores, _ = call.scores(query, key, row_index, key_index, visible)
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
         value = _clean(value, _seen(visible))
@@ -324,7 +327,7 @@ def _gradient_step(call: _Call, rows, row_index, key_index) -> Gradients:
         # A weight of zero does not hide NaN in what it multiplies.
         query, d_out = _clean(query, _sees(call, visible)), _clean(d_out, _sees(call, visible))
         key, value = _clean(key, _seen(visible)), _clean(value, _seen(visible))
-    scores, tanh = call.scores(query, key, row_index, key_index)
+    scores, tanh = call.scores(query, key, row_index, key_index, visible)
     exponent = scores - call.split_group(lse)[..., None]
     if visible is not None:
         exponent = jnp.where(visible, exponent, -jnp.inf)
