@@ -39,12 +39,6 @@ FloatFormat format(Element element) {
   }
 }
 
-int32_t load_container(const uint8_t* at, int bytes) {
-  uint32_t value = 0;
-  std::memcpy(&value, at, bytes);
-  return static_cast<int32_t>(value);
-}
-
 // A finite accumulator input: significand in units of 2**(exponent - kWindow), not yet cut.
 struct Addend {
   int64_t significand;
@@ -358,47 +352,57 @@ Multiplicand::Multiplicand(Side side, Element element, bool negate, const uint8_
     : side_(side), element_(element), rows_(rows), k_(k), padded_rows_((rows + kLanes - 1) / kLanes * kLanes) {
   const size_t count = side == Side::outer ? static_cast<size_t>(rows) * k : static_cast<size_t>(padded_rows_) * k;
   significand_.assign(count, 0);
-  class_.assign(count, finite);
   row_special_.assign(padded_rows_, 0);
-  if (!is_integer(element)) exponent_.assign(count, kExponentOfZero);
-  const int bytes = container_bits(element) / 8;
-  for (int row = 0; row < rows; ++row) {
-    for (int i = 0; i < k; ++i) {
-      const uint32_t bits = load_container(packed + row * pitch + static_cast<size_t>(i) * bytes, bytes);
-      if (element == Element::u8) {
-        significand_[index(row, i)] = static_cast<int32_t>(bits);
-      } else if (element == Element::s8) {
-        significand_[index(row, i)] = static_cast<int8_t>(bits);
-      } else {
-        decode_float(row, i, bits, negate);
+  if (is_integer(element)) {
+    for (int row = 0; row < rows; ++row) {
+      for (int i = 0; i < k; ++i) {
+        const uint8_t bits = packed[row * pitch + i];
+        significand_[index(row, i)] = element == Element::u8 ? bits : static_cast<int8_t>(bits);
       }
+    }
+    return;
+  }
+  exponent_.assign(count, kExponentOfZero);
+  switch (container_bits(element)) {
+    case 32: decode_floats<uint32_t>(negate, packed, pitch); break;
+    case 16: decode_floats<uint16_t>(negate, packed, pitch); break;
+    default: decode_floats<uint8_t>(negate, packed, pitch);
+  }
+}
+
+template <class Container>
+void Multiplicand::decode_floats(bool negate, const uint8_t* packed, size_t pitch) {
+  const FloatFormat f = format(element_);
+  const uint32_t top = (1u << f.exponent_bits) - 1, fractions = (1u << f.mantissa_bits) - 1, sign_at = f.exponent_bits + f.mantissa_bits;
+  const int bias = (1 << (f.exponent_bits - 1)) - 1;
+  const int scale = (side_ == Side::outer ? kHiddenBitOuter : kHiddenBitInner) - f.mantissa_bits;
+  const int dropped = element_ == Element::tf32 ? 13 : 0;  // cut before it is classified: a NaN may become an infinity
+  const uint32_t flip = negate;
+  for (int row = 0; row < rows_; ++row) {
+    const uint8_t* in = packed + row * pitch;
+    for (int k = 0; k < k_; ++k) {
+      Container container;
+      std::memcpy(&container, in + k * sizeof container, sizeof container);
+      const uint32_t bits = static_cast<uint32_t>(container) >> dropped;
+      const bool negative = ((bits >> sign_at) ^ flip) & 1;
+      const uint32_t encoded = (bits >> f.mantissa_bits) & top, fraction = bits & fractions;
+      const size_t at = index(row, k);
+      if (encoded == top && (f.infinities || (f.nan_top && fraction == fractions))) {
+        mark_special(at, row, f.nan_top || fraction ? nan : negative ? minus_inf : plus_inf);
+        continue;
+      }
+      const int32_t significand = static_cast<int32_t>((fraction | (encoded ? fractions + 1 : 0)) << scale);
+      significand_[at] = negative ? -significand : significand;
+      exponent_[at] = significand ? static_cast<int>(std::max(encoded, 1u)) - bias : kExponentOfZero;
     }
   }
 }
 
-void Multiplicand::decode_float(int row, int k, uint32_t bits, bool negate) {
-  const FloatFormat f = format(element_);
-  if (element_ == Element::tf32) bits >>= 13;  // cut before it is classified: a NaN may become an infinity
-  const uint32_t top = (1u << f.exponent_bits) - 1;
-  const bool negative = (((bits >> (f.exponent_bits + f.mantissa_bits)) & 1) != 0) != negate;
-  const uint32_t encoded = (bits >> f.mantissa_bits) & top;
-  const uint32_t fraction = bits & ((1u << f.mantissa_bits) - 1);
-  const size_t at = index(row, k);
-  Class kind = finite;
-  if (f.infinities && encoded == top) kind = fraction ? nan : negative ? minus_inf : plus_inf;
-  if (f.nan_top && encoded == top && fraction == (1u << f.mantissa_bits) - 1) kind = nan;
-  if (kind != finite) {
-    class_[at] = kind;
-    row_special_[row] = 1;
-    has_special_ = true;
-    return;
-  }
-  const uint32_t significand = encoded ? fraction | (1u << f.mantissa_bits) : fraction;
-  if (significand == 0) return;
-  const int hidden = side_ == Side::outer ? kHiddenBitOuter : kHiddenBitInner;
-  const int32_t scaled = static_cast<int32_t>(significand << (hidden - f.mantissa_bits));
-  significand_[at] = negative ? -scaled : scaled;
-  exponent_[at] = std::max<int>(static_cast<int>(encoded), 1) - ((1 << (f.exponent_bits - 1)) - 1);
+void Multiplicand::mark_special(size_t at, int row, Class kind) {
+  if (!has_special_) class_.assign(significand_.size(), finite);
+  class_[at] = kind;
+  row_special_[row] = 1;
+  has_special_ = true;
 }
 
 void multiply_accumulate(const Multiplicand& outer, const Multiplicand& inner, int first, int count,
@@ -422,25 +426,22 @@ void multiply_accumulate(const Multiplicand& outer, const Multiplicand& inner, i
         ++o;
         continue;
       }
+      int done = 0;
 #ifdef EMU_MMA_VECTOR
-      const bool plain = plain_inner && !outer.row_has_special(o);
-      if (plain && o + 1 < outer.rows() && accumulators[o + 1] && !outer.row_has_special(o + 1)) {
-        uint32_t* out[2] = {accumulators[o] + i, accumulators[o + 1] + i};
-        if (vector_block<2>(outer, o, inner, first + i, out, options, f16_high_half)) {
-          o += 2;
-          continue;
-        }
-      }
-      if (plain) {
-        uint32_t* out[1] = {accumulators[o] + i};
-        if (vector_block<1>(outer, o, inner, first + i, out, options, f16_high_half)) {
-          ++o;
-          continue;
-        }
-      }
+      // Rows from here on that the vector path can take together.
+      int run = 0;
+      while (run < 4 && o + run < outer.rows() && accumulators[o + run] && plain_inner && !outer.row_has_special(o + run)) ++run;
+      uint32_t* out[4];
+      for (int r = 0; r < run; ++r) out[r] = accumulators[o + r] + i;
+      if (run == 4 && vector_block<4>(outer, o, inner, first + i, out, options, f16_high_half)) done = 4;
+      if (!done && run >= 2 && vector_block<2>(outer, o, inner, first + i, out, options, f16_high_half)) done = 2;
+      if (!done && run >= 1 && vector_block<1>(outer, o, inner, first + i, out, options, f16_high_half)) done = 1;
 #endif
-      scalar_block(outer, o, inner, first + i, kLanes, accumulators[o] + i, options, f16_high_half);
-      ++o;
+      if (!done) {
+        scalar_block(outer, o, inner, first + i, kLanes, accumulators[o] + i, options, f16_high_half);
+        done = 1;
+      }
+      o += done;
     }
   }
   if (whole == count) return;

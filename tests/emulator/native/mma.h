@@ -50,12 +50,14 @@ class Multiplicand {
   const int32_t* significand() const { return significand_.data(); }
   const int32_t* exponent() const { return exponent_.data(); }
   const int32_t* integer() const { return significand_.data(); }  // u8 and s8: plain values
-  Class classify(int row, int k) const { return static_cast<Class>(class_[index(row, k)]); }
+  Class classify(int row, int k) const { return has_special_ ? static_cast<Class>(class_[index(row, k)]) : finite; }
   bool row_has_special(int row) const { return row_special_[row] != 0; }
   bool has_special() const { return has_special_; }
 
  private:
-  void decode_float(int row, int k, uint32_t bits, bool negate);
+  template <class Container>
+  void decode_floats(bool negate, const uint8_t* packed, size_t pitch);
+  void mark_special(size_t at, int row, Class kind);
 
   Side side_;
   Element element_;
