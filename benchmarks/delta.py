@@ -28,13 +28,14 @@ from jax_fa_blackwell.plan.delta import DeltaConfig, DeltaSpec
 
 BATCH, HEADS = 8, 16
 CALLS, ROUNDS = 20, 9
+KIB = 1024
 SWEEP = (
-    DeltaConfig(8192, 3, 4),
-    DeltaConfig(8192, 4, 3),
-    DeltaConfig(8192, 6, 2),
-    DeltaConfig(16384, 2, 3),
-    DeltaConfig(16384, 6, 1),
-    DeltaConfig(32768, 3, 1),
+    DeltaConfig(8 * KIB, 48 * KIB, 4),
+    DeltaConfig(8 * KIB, 64 * KIB, 3),
+    DeltaConfig(8 * KIB, 96 * KIB, 2),
+    DeltaConfig(16 * KIB, 64 * KIB, 3),
+    DeltaConfig(16 * KIB, 192 * KIB, 1),
+    DeltaConfig(32 * KIB, 192 * KIB, 1),
 )
 
 
@@ -120,7 +121,7 @@ def measure(head_dim: int, gigabytes: float, arch: str, configs) -> list[dict]:
             continue
         kernel = jax.jit(lambda *arrays, made=made: custom_call.call(made, arrays, [result])[0])
         np.testing.assert_allclose(np.asarray(kernel(*arguments)), expected, rtol=1e-4, atol=1e-3)
-        name = f"kernel {config.tile_bytes}x{config.stages}x{config.blocks_per_sm}"
+        name = f"kernel {config.tile_bytes // KIB}K/{config.ring_bytes // KIB}K x{config.blocks_per_sm}"
         rows.append({"head_dim": head_dim, "what": name, "bytes_a_second": moved / seconds_of(kernel, *arguments)})
     return rows
 

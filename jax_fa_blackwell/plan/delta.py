@@ -22,6 +22,7 @@ _MAX_BOX = 256
 _MAX_INT32 = 2**31 - 1
 _TILE_ALIGNMENT = 128
 _BARRIER_BYTES = 8
+_MAX_STAGES = 32
 _RESERVED_SHARED_BYTES = 1024
 """What the system takes of each block's shared memory."""
 
@@ -77,12 +78,12 @@ class DeltaConfig:
 
     Attributes:
       tile_bytes: upper bound of one tile; a stage holds two. A tile has at least one row, whatever it takes.
-      stages: tile pairs in flight in a block.
+      ring_bytes: upper bound of a block's ring, which has as many stages as fit; at least 2 must.
       blocks_per_sm: blocks that share an SM, and the factor of the persistent grid.
     """
 
     tile_bytes: int = 16384
-    stages: int = 3
+    ring_bytes: int = 98304
     blocks_per_sm: int = 2
 
     def __post_init__(self):
@@ -143,8 +144,9 @@ def choose_tile(spec: DeltaSpec, config: DeltaConfig) -> DeltaTile:
 
 @dataclasses.dataclass(frozen=True)
 class SharedMap:
-    """Dynamic shared memory of a block: offsets and sizes in bytes."""
+    """Dynamic shared memory of a block: number of stages; offsets and sizes in bytes."""
 
+    stages: int
     stage_bytes: int
     turned_offset: int
     barrier_offset: int
@@ -155,18 +157,21 @@ def shared_map(tile: DeltaTile, config: DeltaConfig, target: Target) -> SharedMa
     """Lays the ring, the two buffers of turned results and the barriers out.
 
     Raises:
-      ValueError: ``config.blocks_per_sm`` such blocks do not fit an SM of the target.
+      ValueError: two stages do not fit the ring, or ``config.blocks_per_sm`` such blocks an SM of the target.
     """
     stage_bytes = 2 * (-(-tile.box_bytes // _TILE_ALIGNMENT) * _TILE_ALIGNMENT)
-    turned = config.stages * stage_bytes
+    stages = min(_MAX_STAGES, config.ring_bytes // stage_bytes)
+    if stages < 2:
+        raise ValueError(f"{config} with {tile} has no room for two stages of {stage_bytes} bytes")
+    turned = stages * stage_bytes
     barriers = turned + -(-2 * tile.rows * 4 // _BARRIER_BYTES) * _BARRIER_BYTES
-    total = barriers + 2 * config.stages * _BARRIER_BYTES
+    total = barriers + 2 * stages * _BARRIER_BYTES
     limit = (target.shared_bytes + _RESERVED_SHARED_BYTES) // config.blocks_per_sm - _RESERVED_SHARED_BYTES
     if total > limit:
         raise ValueError(
             f"{config} with {tile} needs {total} bytes of shared memory a block; {target.arch} has {limit}"
         )
-    return SharedMap(stage_bytes, turned, barriers, total)
+    return SharedMap(stages, stage_bytes, turned, barriers, total)
 
 
 def lane_bits(head_dim: int) -> int:
@@ -211,7 +216,7 @@ def launch(spec: DeltaSpec, cubin: Cubin, config: DeltaConfig) -> Launch:
         "tiles": Int32(tiles),
         "head_tiles": Int32(head_tiles),
         "token_tiles": Int32(token_tiles),
-        "stages": Int32(config.stages),
+        "stages": Int32(memory.stages),
         "stage_bytes": Int32(memory.stage_bytes),
         "box_bytes": Int32(tile.box_bytes),
         "turned_offset": Int32(memory.turned_offset),

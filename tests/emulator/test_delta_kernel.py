@@ -26,7 +26,7 @@ SCHEDULES = [
     emulator.Schedule(seed=1, async_="lazy", spurious_wait=0.3),
     emulator.Schedule(seed=2, async_="random"),
 ]
-SMALL = plan.DeltaConfig(tile_bytes=2048, stages=2, blocks_per_sm=2)  # many tiles from few rows
+SMALL = plan.DeltaConfig(tile_bytes=2048, ring_bytes=8192, blocks_per_sm=2)  # many tiles from few rows
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_right_under_every_schedule(compiled, key, shape, with_lse):
     assert all(np.array_equal(results[0], result) for result in results)
 
 
-@pytest.mark.parametrize("config", [plan.DEFAULT_CONFIG, plan.DeltaConfig(8192, 6, 2)], ids=str)
+@pytest.mark.parametrize("config", [plan.DEFAULT_CONFIG, plan.DeltaConfig(8192, 49152, 4)], ids=str)
 def test_whole_grid_of_the_default_configuration(compiled, config):
     key = COMPILED[0]
     shape = (2, 70, 16, 64)

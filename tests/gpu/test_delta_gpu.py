@@ -81,7 +81,7 @@ def test_every_head_dim(head_dim):
     assert_right(jax.jit(delta)(*arguments), *arguments)
 
 
-@pytest.mark.parametrize("config", [(4096, 2, 1), (32768, 3, 1), (8192, 6, 2), (2048, 4, 4)], ids=str)
+@pytest.mark.parametrize("config", [(4096, 16384, 1), (32768, 196608, 1), (8192, 98304, 2), (2048, 32768, 4)], ids=str)
 def test_other_configurations(config, monkeypatch):
     monkeypatch.setattr(plan.make_plan, "__defaults__", (plan.DeltaConfig(*config),))
     jax.clear_caches()

@@ -287,6 +287,7 @@ class TestPlan:
                 assert values["out_map"].box_bytes == values["box_bytes"] <= values["stage_bytes"] // 2
                 # every part begins where the last one ends, aligned for its use
                 assert values["stage_bytes"] % 256 == 0
+                assert values["stages"] >= 3
                 assert values["turned_offset"] == values["stages"] * values["stage_bytes"]
                 assert values["barrier_offset"] >= values["turned_offset"] + 8 * tile.rows
                 assert values["barrier_offset"] % 8 == 0
@@ -352,9 +353,11 @@ class TestPlan:
         with pytest.raises(ValueError, match=r"must be below 2\*\*31"):
             launch_of(spec_of((1 << 20, 1 << 10, 2), 64))
         with pytest.raises(ValueError, match=r"needs .* bytes of shared memory a block; sm_90a has"):
-            launch_of(spec_of((1, 64, 16), 64), config=plan.DeltaConfig(stages=8))
-        with pytest.raises(ValueError, match="stages must be at least 1; got 0"):
-            plan.DeltaConfig(stages=0)
+            launch_of(spec_of((1, 64, 16), 64), config=plan.DeltaConfig(ring_bytes=160 * 1024))
+        with pytest.raises(ValueError, match="no room for two stages of 32768 bytes"):
+            launch_of(spec_of((1, 64, 16), 64), config=plan.DeltaConfig(ring_bytes=48 * 1024))
+        with pytest.raises(ValueError, match="ring_bytes must be at least 1; got 0"):
+            plan.DeltaConfig(ring_bytes=0)
 
 
 def test_real_cubin_takes_the_plan(monkeypatch):
