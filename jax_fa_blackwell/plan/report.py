@@ -22,7 +22,7 @@ def format_attention(spec: AttentionSpec, target: Target) -> str:
     name = registry.forward_name(spec.dtype, tiles.query_tiles, has_cap)
     passes = backward.plan_backward(spec, target)
     names = {turned: registry.backward_name(spec.dtype, turned, has_cap) for turned in (False, True)}
-    cubins = {turned: (name, *_NO_CUBIN) for turned, name in names.items()}
+    cubins: dict[bool, tuple[str, str, str]] = {turned: (name, *_NO_CUBIN) for turned, name in names.items()}
     return "\n".join(
         (
             *_format_forward(tiles),
