@@ -136,8 +136,8 @@ def plot(losses, held_out, path):
 def parse_arguments(argv):
     on_gpu = jax.default_backend() == "gpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000 if on_gpu else 450)
-    parser.add_argument("--batch", type=int, default=64 if on_gpu else 4, help="rows a step")
+    parser.add_argument("--steps", type=int, default=1000 if on_gpu else 450)
+    parser.add_argument("--batch", type=int, default=32 if on_gpu else 4, help="rows a step")
     parser.add_argument("--length", type=int, default=2048 if on_gpu else 256, help="bytes a row")
     parser.add_argument("--layers", type=int, default=12 if on_gpu else 4)
     parser.add_argument("--width", type=int, default=768 if on_gpu else 128, help="features of the residual stream")
