@@ -202,7 +202,12 @@ FAULTS = [
     ("out_of_bounds", "local address", "ld.local.u32 r0, [depot+16];", {"declare": ".local .b32 depot[4];"}),
     ("read_only", "the kernel's parameters", "mov.b64 d1, out_param; st.u32 [d1], 1;", {}),
     ("illegal_operand", "not in that space", "cvta.to.shared.u64 d1, %out;", {}),
-    ("illegal_operand", "mapa to CTA rank 1", "mov.u32 r0, 0x400; mapa.shared::cluster.u32 r1, r0, 1;", {}),
+    (
+        "out_of_bounds",
+        "CTA rank 1 of a cluster of 1",
+        "mov.u32 r0, 0x400; mapa.shared::cluster.u32 r1, r0, 1; ld.shared::cluster.u32 r2, [r1];",
+        {},
+    ),
 ]
 
 
