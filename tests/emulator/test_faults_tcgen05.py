@@ -369,7 +369,6 @@ SCALED = "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%ta], %desc_a, %d
     [("tcgen05.mma.sp.cta_group::1.kind::f16 [%ta], %desc_a, %desc_b, [%ta], %idesc, %acc;", "sparse"),
      (SCALED, "block-scaled"),
      ("tcgen05.mma.cta_group::1.kind::f16.ashift [%ta], [%tb], %desc_b, %idesc, %acc;", "ashift"),
-     ("tcgen05.shift.cta_group::1.down [%ta];", "shift"),
      ("tcgen05.cp.cta_group::1.128x256b.b8x16.b6x16_p32 [%ta], %desc_a;", "decompression"),
      ("tcgen05.cp.cta_group::1.64x128b [%ta], %desc_a;", "warpx2"),
      ("tcgen05.mma.cta_group::1.kind::f8f6f4 [%ta], %desc_a, %desc_b, %idesc, %acc, 2;", "scale-input-d exists"),

@@ -202,6 +202,28 @@ def test_copies_from_shared_memory(shape, modifiers, rows, units, lanes, group, 
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.parametrize("group", [1, 2])
+def test_shift_moves_31_lanes_down(group):
+    rng = np.random.default_rng(2)
+    columns = 16 * group
+    text = copy_ptx("128x128b", "", columns, group, 1024, 0)
+    begin, end = text.index("tcgen05.cp"), text.index("tcgen05.commit")
+    shift = f"add.u32 %ta, %ta, {32 << 16 | 4};\ntcgen05.shift.cta_group::{group}.down [%ta];\n"
+    start = rng.integers(0, 2**32, (group, 128, columns), np.uint64).astype(np.uint32)
+    want = start.copy()
+    want[:, 32:63, 4:12] = start[:, 33:64, 4:12]
+    out = np.zeros_like(start)
+    emulator.load(text[:begin] + shift + text[end:]).launch(
+        grid=(group, 1, 1),
+        block=(128, 1, 1),
+        cluster=(group, 1, 1),
+        shared_bytes=1024 + 16,
+        params=[np.zeros((group, 1024), np.uint8), np.zeros(2, np.uint64), np.zeros(1, np.uint32), start, out],
+        schedule=emulator.Schedule(seed=1),
+    )
+    np.testing.assert_array_equal(out, want)
+
+
 # ---------------------------------------------------------------- ld.red, allocation
 
 

@@ -1,4 +1,4 @@
-// tcgen05.mma, .cp and .commit (PTX ISA 9.7.16.9, .10 and .12).
+// tcgen05.mma, .cp, .shift and .commit (PTX ISA 9.7.16.9, .10 and .12).
 #include <algorithm>
 #include <optional>
 
@@ -252,7 +252,7 @@ void issue_mma(Warp& warp, const MmaData& d, int lane) {
     check_units(*member, op->b->units, "tcgen05.mma: B");
     if (op->a) check_units(*member, op->a->units, "tcgen05.mma: A");
   }
-  submit(warp, lane, std::move(op), TensorOrder::mma);
+  submit(warp, lane, std::move(op));
 }
 
 Step run_mma(Warp& warp, const Instruction& in, uint32_t mask) {
@@ -331,6 +331,7 @@ void issue_copy(Warp& warp, const CopyData& d, int lane) {
   const CopyShape& shape = kCopyShapes[d.shape];
   auto op = std::make_unique<CopyOp>();
   op->data = &d;
+  op->order = shape.rows == 4 ? TensorOrder::copy_4x256b : TensorOrder::copy;
   op->group = d.group;
   op->cta = &cta;
   const uint32_t address = warp.r32(d.taddr)[lane] + static_cast<uint32_t>(d.offset);
@@ -354,13 +355,62 @@ void issue_copy(Warp& warp, const CopyData& d, int lane) {
       begin = end;
     }
   }
-  submit(warp, lane, std::move(op), TensorOrder::copy);
+  submit(warp, lane, std::move(op));
 }
 
 Step run_copy(Warp& warp, const Instruction& in, uint32_t mask) {
   const auto& d = in.as<CopyData>();
   use_group(*warp.cta, d.group);
   for (uint32_t rest = mask; rest; rest &= rest - 1) issue_copy(warp, d, __builtin_ctz(rest));
+  return Step::next;
+}
+
+// ---------------------------------------------------------------- shift
+
+struct ShiftData : Payload {
+  int group = 1;
+  Slot taddr = kNoSlot;
+  int64_t offset = 0;
+};
+
+/// Eight columns of 32 lanes move one lane toward lane 0; the last lane keeps its data. That "down" is this way follows
+/// from the lane that tcgen05.cp.4x256b refreshes afterwards, which is the last one of every 32.
+class ShiftOp final : public TensorOp {
+ public:
+  uint32_t lane = 0, column = 0;
+  std::string describe() const override { return format("tcgen05.shift.down cta_group::%d of lanes %u-%u", group, lane, lane + 31); }
+
+ protected:
+  void execute(Cluster&) override {
+    for (Cta* member : members()) {
+      for (uint32_t c = column; c < column + 8; ++c) {
+        uint32_t* lanes = member->tensor.column(c) + lane;
+        std::memmove(lanes, lanes + 1, 31 * sizeof(uint32_t));
+      }
+    }
+  }
+};
+
+Step run_shift(Warp& warp, const Instruction& in, uint32_t mask) {
+  const auto& d = in.as<ShiftData>();
+  use_group(*warp.cta, d.group);
+  for (uint32_t rest = mask; rest; rest &= rest - 1) {
+    const int lane = __builtin_ctz(rest);
+    auto op = std::make_unique<ShiftOp>();
+    op->order = TensorOrder::shift;
+    op->group = d.group;
+    op->cta = warp.cta;
+    const uint32_t address = warp.r32(d.taddr)[lane] + static_cast<uint32_t>(d.offset);
+    op->lane = address >> 16;
+    op->column = address & 0xffff;
+    if (op->lane % 32 != 0) fail_lane(lane, Fault::tensor_memory, "tcgen05.shift at lane %u; it must be a multiple of 32", op->lane);
+    for (const Cta* member : op->members()) {
+      op->reads.push_back({member->rank, op->lane, 32, op->column, 8});
+      check_allocated(*warp.cta->cluster, op->reads.back(), "tcgen05.shift");
+      op->writes.push_back({member->rank, op->lane, 31, op->column, 8});
+    }
+    submit(warp, lane, std::move(op));
+  }
   return Step::next;
 }
 
@@ -426,6 +476,7 @@ void issue_commit(Warp& warp, const CommitData& d, int lane) {
     if (earlier->thread == thread) op->after.push_back(earlier->id);
   // A thread's commits signal in order of issue: kernels count on the last one, and the tensor pipe is a queue.
   op->pipe = cluster.async.pipe(uint64_t{1} << 49 | thread);
+  op->id = cluster.async.next_id();
   notify(cluster, *op, SyncKind::issue, 0, 0);
   cluster.async.submit(cluster, std::move(op));
 }
@@ -547,8 +598,15 @@ void decode_commit(Decoder& decoder, const Statement& s, Modifiers& mods, Instru
   decoder.keep(in, std::move(d));
 }
 
-void decode_shift(Decoder&, const Statement& s, Modifiers&, Instruction&) {
-  unsupported(s, "tcgen05.shift: the direction of the shift is not known");
+void decode_shift(Decoder& decoder, const Statement& s, Modifiers& mods, Instruction& in) {
+  // The ISA's syntax has the group before .down, its example after it.
+  auto d = std::make_unique<ShiftData>();
+  if (!mods.take_anywhere("down")) unsupported(s, "'" + s.mnemonic + "' lacks .down");
+  d->group = mods.take_one({"cta_group::1", "cta_group::2"}, -2) + 1;
+  decoder.operand_count(s, 1, 1);
+  d->taddr = tensor_address(decoder, s, s.operands[0], &d->offset);
+  in.exec = run_shift;
+  decoder.keep(in, std::move(d));
 }
 
 const Family mma_family("tcgen05.mma", decode_mma);

@@ -214,7 +214,38 @@ bool TensorOp::advance(Cluster& cluster) {
   return true;
 }
 
-void submit(Warp& warp, int lane, std::unique_ptr<TensorOp> op, TensorOrder order) {
+namespace {
+
+/// Orders `fresh` after `earlier` where the ISA pipelines the two; faults where they conflict and nothing orders them.
+void order_after(TensorOp& fresh, const TensorOp& earlier) {
+  const bool copies = fresh.order == TensorOrder::copy || fresh.order == TensorOrder::copy_4x256b;
+  const bool earlier_copies = earlier.order == TensorOrder::copy || earlier.order == TensorOrder::copy_4x256b;
+  const bool both_mma = fresh.order == TensorOrder::mma && earlier.order == TensorOrder::mma;
+  // cp -> mma, and shift -> cp.4x256b.
+  bool ordered = (earlier_copies && fresh.order == TensorOrder::mma) ||
+                 (earlier.order == TensorOrder::shift && fresh.order == TensorOrder::copy_4x256b);
+  // mma -> shift, shift -> mma, mma -> mma on one accumulator: they hold whoever issued them, given the fences.
+  if (!copies && !earlier_copies) ordered = ordered || !both_mma || overlap(earlier.writes, fresh.writes);
+  if (ordered) fresh.after.push_back(earlier.id);
+  if (both_mma) {
+    // An accumulator becomes an operand A only by way of a commit.
+    if (const TensorRect* hit = earlier.thread == fresh.thread ? overlap(earlier.writes, fresh.reads) : nullptr) {
+      fail(Fault::tensor_memory,
+           "the MMA reads Tensor Memory (%s) that %s, issued in line %d, has yet to write: only a wait for its tcgen05.commit orders them",
+           hit->describe().c_str(), earlier.describe().c_str(), earlier.line);
+    }
+    return;   // a thread's MMAs run in order of issue; those of different threads are checked when they land
+  }
+  const TensorRect* hit = nullptr;
+  if (!ordered && conflict(earlier, fresh, &hit)) {
+    fail(Fault::tensor_memory, "%s touches Tensor Memory (%s) that %s, issued in line %d, uses: nothing orders them", fresh.describe().c_str(),
+         hit->describe().c_str(), earlier.describe().c_str(), earlier.line);
+  }
+}
+
+}  // namespace
+
+void submit(Warp& warp, int lane, std::unique_ptr<TensorOp> op) {
   Cta& cta = *warp.cta;
   Cluster& cluster = *cta.cluster;
   TensorPipe& pipe = tensor_pipe(cta);
@@ -223,27 +254,11 @@ void submit(Warp& warp, int lane, std::unique_ptr<TensorOp> op, TensorOrder orde
   op->agent = warp.agent(lane);
   op->agent.engine = Engine::tensor;
   op->line = warp.line;
-  const TensorOp& fresh = *op;
-  for (TensorOp* earlier : pipe.operations) {
-    const bool earlier_copy = earlier->pipe < 0;
-    if (order == TensorOrder::mma) {
-      // Of the pipelined pairs, cp -> mma and mma -> mma on one accumulator hold whoever issued them, given the fences.
-      const bool same_accumulator = overlap(earlier->writes, fresh.writes) && !earlier_copy;
-      if (earlier_copy || same_accumulator) op->after.push_back(earlier->id);
-      if (earlier->thread != fresh.thread || earlier_copy) continue;
-      if (const TensorRect* hit = overlap(earlier->writes, fresh.reads); hit) {
-        fail(Fault::tensor_memory,
-             "the MMA reads Tensor Memory (%s) that %s, issued in line %d, has yet to write: only a wait for its tcgen05.commit orders them",
-             hit->describe().c_str(), earlier->describe().c_str(), earlier->line);
-      }
-    } else if (const TensorRect* hit = nullptr; conflict(*earlier, fresh, &hit)) {
-      fail(Fault::tensor_memory, "tcgen05.cp writes Tensor Memory (%s) that %s, issued in line %d, uses: nothing orders them",
-           hit->describe().c_str(), earlier->describe().c_str(), earlier->line);
-    }
-  }
+  for (const TensorOp* earlier : pipe.operations) order_after(*op, *earlier);
   // A thread's MMAs run in order of issue; a copy may overtake them.
-  if (order == TensorOrder::mma) op->pipe = cluster.async.pipe(uint64_t{1} << 48 | fresh.thread);
+  if (op->order == TensorOrder::mma || op->order == TensorOrder::shift) op->pipe = cluster.async.pipe(uint64_t{1} << 48 | op->thread);
   pipe.operations.push_back(op.get());
+  op->id = cluster.async.next_id();
   notify(cluster, *op, SyncKind::issue, 0, 0);
   cluster.async.submit(cluster, std::move(op));
 }

@@ -39,9 +39,13 @@ const TensorRect* overlap(const TensorRects& x, const TensorRects& y);
 /// Verdict unless all columns lie in live allocations.
 void check_allocated(Cluster& cluster, const TensorRect& rect, const char* what);
 
+/// Which pairs of operations are pipelined, that is, ordered without a wait (PTX ISA 9.7.16.6.2).
+enum class TensorOrder : uint8_t { mma, shift, copy, copy_4x256b };
+
 /// An operation of the tensor pipe that touches Tensor Memory.
 class TensorOp : public AsyncOp {
  public:
+  TensorOrder order = TensorOrder::mma;
   int group = 1;                 // cta_group
   Cta* cta = nullptr;            // of the issuing thread
   uint32_t thread = 0;           // warp * 32 + lane of the issuing thread
@@ -88,8 +92,7 @@ void use_group(Cta& cta, int group);
 Cta& peer_of(Cta& cta);
 
 /// Submits an operation: its order among the pipe's operations, and the checks at issue.
-enum class TensorOrder : uint8_t { mma, copy };
-void submit(Warp& warp, int lane, std::unique_ptr<TensorOp> op, TensorOrder order);
+void submit(Warp& warp, int lane, std::unique_ptr<TensorOp> op);
 
 // ---------------------------------------------------------------- ld and st
 
