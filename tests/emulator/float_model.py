@@ -87,6 +87,16 @@ def flush(bits: int, form: Format) -> int:
     return bits & form.sign if bits & form.infinity == 0 else bits
 
 
+def flushes(exact: Fraction, form: Format, mode: str) -> bool:
+    """Whether .ftz flushes a result: rounded with a wider exponent range, it is below the smallest normal number.
+
+    As recorded on an H200.
+    """
+    wide = Format(form.exponent_bits + 2, form.mantissa_bits, 0)
+    rounded = round_exact(exact, wide, mode) & ~wide.sign
+    return decode(rounded, wide) < 2.0 ** (1 - form.bias)
+
+
 def special(result: float, form: Format) -> int:
     """Bits of a NaN, an infinity or a zero."""
     if math.isnan(result):
@@ -111,8 +121,9 @@ def fma(a: int, b: int, c: int, form: Format, mode: str = "rn", ftz: bool = Fals
         zero_sign = int(negative_product)
     else:
         zero_sign = int(mode == "rm")
-    rounded = round_exact(exact, form, mode, zero_sign)
-    return flush(rounded, form) if ftz else rounded
+    if ftz and exact != 0 and flushes(exact, form, mode):
+        return form.sign if exact < 0 else 0
+    return round_exact(exact, form, mode, zero_sign)
 
 
 def add(a: int, b: int, form: Format, mode: str = "rn", ftz: bool = False) -> int:
@@ -131,8 +142,10 @@ def mul(a: int, b: int, form: Format, mode: str = "rn", ftz: bool = False) -> in
     if not (math.isfinite(x) and math.isfinite(y)):
         return special(math.nan if x == 0 or y == 0 else x * y, form)
     zero_sign = int((a ^ b) & form.sign != 0)
-    rounded = round_exact(Fraction(x) * Fraction(y), form, mode, zero_sign)
-    return flush(rounded, form) if ftz else rounded
+    exact = Fraction(x) * Fraction(y)
+    if ftz and flushes(exact, form, mode):
+        return form.sign * zero_sign
+    return round_exact(exact, form, mode, zero_sign)
 
 
 def saturate(bits: int, form: Format) -> int:

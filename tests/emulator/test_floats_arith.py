@@ -65,6 +65,26 @@ def test_f32_flushes_subnormals(name: str) -> None:
     assert_same(got, want, operands)
 
 
+@pytest.mark.parametrize("mode", ROUNDS)
+def test_flushing_next_to_the_smallest_normal_number(mode: str) -> None:
+    """Products that lie within an ulp of 2^-126, on both sides: which are flushed depends on the rounding mode."""
+    rng = np.random.default_rng(21)
+    near_one = np.uint32(0x3F800000) + rng.integers(-6, 7, COUNT).astype(np.int32).view(np.uint32)
+    smallest = np.uint32(0x00800000) + rng.integers(0, 7, COUNT).astype(np.uint32)
+    signs = rng.integers(0, 2, COUNT).astype(np.uint32) << np.uint32(31)
+    a, b = smallest | signs, near_one
+    got = apply(f"mul.{mode}.ftz.f32 %z, %a, %b;", a, b, output=np.uint32)
+    want = [model.mul(int(x), int(y), model.F32, mode, True) for x, y in zip(a, b, strict=True)]
+    assert_same(got, want, (a, b))
+    flushed = (got & 0x7FFFFFFF) == 0
+    assert flushed.any()
+    assert not flushed.all()
+    c = rng.choice(np.array([1, 0x80000001, 0x33800000, 0], np.uint32), COUNT)  # flushed themselves, or not
+    got = apply(f"fma.{mode}.ftz.f32 %z, %a, %b, %c;", a, b, c, output=np.uint32)
+    want = [model.fma(*map(int, row), form=model.F32, mode=mode, ftz=True) for row in zip(a, b, c, strict=True)]
+    assert_same(got, want, (a, b, c))
+
+
 @pytest.mark.parametrize("modifiers", ["rn.sat", "rm.sat", "rz.ftz.sat"])
 def test_f32_saturates(modifiers: str) -> None:
     operands = f32_samples(3)
@@ -232,13 +252,20 @@ def test_measured_on_h200() -> None:
 
 def test_signs() -> None:
     a, b = f32_samples(2)
-    assert_same(apply("neg.f32 %z, %a;", a, output=np.uint32), a ^ 0x80000000)
-    assert_same(apply("abs.f32 %z, %a;", a, output=np.uint32), a & 0x7FFFFFFF)
+    nan = (a & 0x7FFFFFFF) > 0x7F800000
+    for ftz in ("", ".ftz"):
+        x = np.where((a & 0x7F800000) == 0, a & 0x80000000, a) if ftz else a
+        assert_same(apply(f"neg{ftz}.f32 %z, %a;", a, output=np.uint32), np.where(nan, 0x7FFFFFFF, x ^ 0x80000000))
+        assert_same(apply(f"abs{ftz}.f32 %z, %a;", a, output=np.uint32), np.where(nan, 0x7FFFFFFF, x & 0x7FFFFFFF))
     assert_same(apply("copysign.f32 %z, %a, %b;", a, b, output=np.uint32), (a & 0x80000000) | (b & 0x7FFFFFFF))
-    h = model.samples(model.F16, COUNT, 1).astype(np.uint16)
-    pairs = pack(h, h[::-1])
-    assert_same(apply("neg.bf16x2 %z, %a;", pairs, output=np.uint32), pairs ^ 0x80008000)
-    assert_same(apply("abs.f16 %z, %a;", h, output=np.uint16), h & 0x7FFF)
+    for kind, infinity in (("f16", 0x7C00), ("bf16", 0x7F80)):
+        h = model.samples(HALVES[kind], COUNT, 1).astype(np.uint16)
+        nan = (h & 0x7FFF) > infinity
+        negative, positive = np.where(nan, 0x7FFF, h ^ 0x8000), np.where(nan, 0x7FFF, h & 0x7FFF)
+        assert_same(apply(f"abs.{kind} %z, %a;", h, output=np.uint16), positive)
+        pairs = pack(h, h[::-1])
+        want = pack(negative.astype(np.uint16), negative[::-1].astype(np.uint16))
+        assert_same(apply(f"neg.{kind}x2 %z, %a;", pairs, output=np.uint32), want)
     d = np.random.default_rng(0).integers(0, 2**64, COUNT, dtype=np.uint64)
     assert_same(apply("neg.f64 %z, %a;", d, output=np.uint64), d ^ np.uint64(1 << 63))
 
@@ -254,7 +281,7 @@ def test_testp(test: str) -> None:
         "infinite": np.isinf(x),
         "number": ~np.isnan(x),
         "notanumber": np.isnan(x),
-        "normal": np.isfinite(x) & ~tiny,
+        "normal": (np.isfinite(x) & ~tiny) | (x == 0),  # zero too, as an H200 says
         "subnormal": tiny & (x != 0),
     }[test]
     assert_same(got, want.astype(np.uint32), (a,))

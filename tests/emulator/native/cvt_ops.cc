@@ -87,6 +87,16 @@ uint64_t truncate(uint64_t value, int bits) { return bits == 64 ? value : value 
 
 // ---- plain form: one number to one number -------------------------------------------------------
 
+// Between f64 and the narrower formats a NaN keeps what fits of its payload, by way of f32.
+uint64_t convert_nan(uint64_t raw, const CvtData& data) {
+  if (data.form.sat) return 0;
+  if (data.to.bits == 64) {
+    if (data.from.bits == 16) raw = data.from.format == &fp::kBf16 ? raw << 16 : fp::kF32.nan;
+    return fp::widen_nan(static_cast<uint32_t>(raw));
+  }
+  return data.to.bits == 32 ? fp::narrow_nan(raw) : data.to.format->nan;
+}
+
 uint64_t convert_one(uint64_t raw, const CvtData& data) {
   const Form& form = data.form;
   if (!data.from.is_float) {
@@ -100,6 +110,7 @@ uint64_t convert_one(uint64_t raw, const CvtData& data) {
   raw = truncate(raw, data.from.bits);
   if (form.ftz && data.from.bits == 32) raw = fp::flush_f32(static_cast<uint32_t>(raw));
   double value = fp::decode(raw, *data.from.format);
+  if (value != value && data.to.is_float && (data.to.bits == 64) != (data.from.bits == 64)) return convert_nan(raw, data);
   if (!data.to.is_float) {
     return fp::to_integer(value, form.round, data.to.bits, data.to.is_signed, data.from.bits == 64);
   }
@@ -348,7 +359,42 @@ void decode_cvt(Decoder& decoder, const Statement& statement, Modifiers& mods, I
   decode_packed(decoder, statement, instruction, std::move(data));
 }
 
+// ---- cvt.pack ----------------------------------------------------------------------------------
+
+// Two s32, clamped, side by side in the low bits; 8-bit pairs push the low half of c up.
+Step run_pack_integers(Warp& warp, const Instruction& in, uint32_t mask) {
+  const bool is_signed = in.flags != 0;
+  const int bits = static_cast<int>(in.imm);
+  return write_lanes<32>(warp, in.slot[0], mask, [&](uint32_t* d) {
+    for (int i = 0; i < kLanes; ++i) {
+      const auto clamp = [&](Slot slot) {
+        const auto wide = static_cast<uint64_t>(static_cast<int64_t>(static_cast<int32_t>(warp.r32(slot)[i])));
+        return static_cast<uint32_t>(truncate(fp::convert_integer(wide, true, bits, is_signed, true), bits));
+      };
+      const uint32_t rest = bits == 8 ? warp.r32(in.slot[3])[i] << 16 : 0;
+      d[i] = rest | clamp(in.slot[1]) << bits | clamp(in.slot[2]);
+    }
+  });
+}
+
+void decode_pack(Decoder& decoder, const Statement& statement, Modifiers& mods, Instruction& instruction) {
+  if (!mods.take("sat")) unsupported(statement, "cvt.pack needs .sat");
+  const int type = mods.take_one({"u16", "s16", "u8", "s8"}, -2);
+  instruction.imm = type < 2 ? 16 : 8;
+  instruction.flags = type % 2 == 1 ? 1 : 0;
+  const bool third = instruction.imm == 8;
+  if (!mods.take("s32") || (third && !mods.take("b32"))) unsupported(statement, "the types of cvt.pack");
+  mods.done();
+  decoder.operand_count(statement, third ? 4 : 3, third ? 4 : 3);
+  instruction.slot[0] = decoder.destination(statement.operands[0], Type::b32);
+  for (size_t i = 1; i < statement.operands.size(); ++i) {
+    instruction.slot[i] = decoder.source(statement.operands[i], Type::b32);
+  }
+  instruction.exec = run_pack_integers;
+}
+
 const Family family("cvt", decode_cvt);
+const Family pack_family("cvt.pack", decode_pack);
 
 }  // namespace
 }  // namespace emu

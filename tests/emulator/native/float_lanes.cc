@@ -4,6 +4,7 @@
 // only, so working in place is safe), so that the compiler turns the hot ones into vector code.
 #include <cfenv>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 
 #include "floats.h"
@@ -38,7 +39,19 @@ inline double add_odd(double a, double b, Round round) {
   return to_odd(sum, (a - (sum - part)) + (b - part));
 }
 
+// Does .ftz flush a result? It does if the result, rounded as if exponents had no lower end, lies below the smallest normal
+// number (IEEE 754's tininess after rounding; an H200 does so). `half_unit`: half of the last digit just below 1.
+inline bool flushes(double exact, double smallest, double half_unit, Round round) {
+  const double size = std::fabs(exact);
+  if (round == Round::rn || round == Round::rna) return size < smallest * (1 - half_unit);
+  const bool away = round == (std::signbit(exact) ? Round::rm : Round::rp);
+  return away ? size <= smallest * (1 - 2 * half_unit) : size < smallest;
+}
+
 inline uint32_t finish_f32(double exact, Mode mode) {
+  if (mode.ftz && flushes(exact, 0x1p-126, 0x1p-25, mode.round)) {
+    return mode.sat || !std::signbit(exact) ? 0 : 0x80000000;
+  }
   if (mode.sat) exact = saturate(exact);
   const auto bits = static_cast<uint32_t>(encode(exact, kF32, mode.round));
   return mode.ftz ? flush_f32(bits) : bits;
@@ -115,7 +128,7 @@ void sub_f32(const uint32_t* a, const uint32_t* b, uint32_t* d, int n, Mode mode
 }
 
 void mul_f32(const uint32_t* a, const uint32_t* b, uint32_t* d, int n, Mode mode) {
-  if (mode.round == Round::rn) {
+  if (mode.round == Round::rn && !mode.ftz) {
     nearest_f32(n, d, mode, [=](int i, auto in) { return in(a[i]) * in(b[i]); });
     return;
   }
@@ -125,7 +138,7 @@ void mul_f32(const uint32_t* a, const uint32_t* b, uint32_t* d, int n, Mode mode
 }
 
 void fma_f32(const uint32_t* a, const uint32_t* b, const uint32_t* c, uint32_t* d, int n, Mode mode) {
-  if (mode.round == Round::rn) {
+  if (mode.round == Round::rn && !mode.ftz) {
     nearest_f32(n, d, mode, [=](int i, auto in) { return std::fma(in(a[i]), in(b[i]), in(c[i])); });
     return;
   }
@@ -176,11 +189,11 @@ void min_max_f32(const uint32_t* a, const uint32_t* b, const uint32_t* c, uint32
 }
 
 void neg_f32(const uint32_t* a, uint32_t* d, int n, bool ftz) {
-  each(n, [=](int i) { d[i] = (ftz ? flush_f32(a[i]) : a[i]) ^ 0x80000000; });
+  each(n, [=](int i) { d[i] = is_nan(a[i]) ? kNan : (ftz ? flush_f32(a[i]) : a[i]) ^ 0x80000000; });
 }
 
 void abs_f32(const uint32_t* a, uint32_t* d, int n, bool ftz) {
-  each(n, [=](int i) { d[i] = (ftz ? flush_f32(a[i]) : a[i]) & 0x7fffffff; });
+  each(n, [=](int i) { d[i] = is_nan(a[i]) ? kNan : (ftz ? flush_f32(a[i]) : a[i]) & 0x7fffffff; });
 }
 
 void copysign_f32(const uint32_t* sign, const uint32_t* magnitude, uint32_t* d, int n) {
@@ -308,6 +321,14 @@ int environment_mode(Round round) {
   return FE_TONEAREST;
 }
 
+// The NaN of an f64 operation: its first NaN operand, made quiet, payload kept (H200).
+uint64_t nan_of(double x, double y, double z) {
+  for (const double operand : {x, y, z}) {
+    if (std::isnan(operand)) return as_bits64(operand) | uint64_t{1} << 51;
+  }
+  return kF64.nan;
+}
+
 uint64_t pick64(uint64_t a, uint64_t b, bool is_max) {
   const double x = as_double(a), y = as_double(b);
   if (std::isnan(x) && std::isnan(y)) return kF64.nan;
@@ -343,7 +364,7 @@ void arith_f64(Op64 op, const uint64_t* a, const uint64_t* b, const uint64_t* c,
       case Op64::min:
       case Op64::max: break;
     }
-    d[i] = as_bits64(r);
+    d[i] = std::isnan(r) ? nan_of(x, y, z) : as_bits64(r);
   }
   std::fesetround(before);
 }
@@ -411,6 +432,9 @@ uint32_t arith_one_half(OpHalf op, uint32_t a, uint32_t b, uint32_t c, HalfMode 
     case OpHalf::mul: exact = in(a) * in(b); break;
     case OpHalf::fma: exact = add_odd(in(a) * in(b), in(c), Round::rn); break;
   }
+  if (mode.ftz && flushes(exact, 0x1p-14, 0x1p-12, Round::rn)) {  // f16 only: bf16 arithmetic has no .ftz
+    return mode.sat || mode.relu || !std::signbit(exact) ? 0 : 0x8000;
+  }
   if (mode.sat) exact = saturate(exact);
   const uint32_t odd = f32_to_odd(exact);
   uint32_t bits = mode.bf16 ? narrow_bf16(odd) : narrow_f16(odd);
@@ -463,12 +487,16 @@ void min_max_half(const uint32_t* a, const uint32_t* b, const uint32_t* c, uint3
 
 void neg_half(const uint32_t* a, uint32_t* d, int n, HalfMode mode) {
   each_half(a, nullptr, nullptr, d, n, mode.packed,
-            [&](uint32_t x, uint32_t, uint32_t) { return (mode.ftz ? flush_half(x, mode.bf16) : x) ^ 0x8000; });
+            [&](uint32_t x, uint32_t, uint32_t) -> uint32_t {
+    if (std::isnan(widen(x, mode.bf16))) return 0x7fff;
+    return (mode.ftz ? flush_half(x, mode.bf16) : x) ^ 0x8000; });
 }
 
 void abs_half(const uint32_t* a, uint32_t* d, int n, HalfMode mode) {
   each_half(a, nullptr, nullptr, d, n, mode.packed,
-            [&](uint32_t x, uint32_t, uint32_t) { return (mode.ftz ? flush_half(x, mode.bf16) : x) & 0x7fff; });
+            [&](uint32_t x, uint32_t, uint32_t) -> uint32_t {
+    if (std::isnan(widen(x, mode.bf16))) return 0x7fff;
+    return (mode.ftz ? flush_half(x, mode.bf16) : x) & 0x7fff; });
 }
 
 void approx_half(Approx function, const uint32_t* a, uint32_t* d, int n, HalfMode mode) {

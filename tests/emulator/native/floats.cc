@@ -89,9 +89,17 @@ uint64_t encode(double value, const Format& format, Round round, bool satfinite,
   return sign | magnitude;
 }
 
+uint64_t widen_nan(uint32_t bits) {
+  return uint64_t{bits >> 31} << 63 | uint64_t{0x7ff8} << 48 | uint64_t{bits & 0x7fffff} << 29;
+}
+
+uint32_t narrow_nan(uint64_t bits) {
+  return static_cast<uint32_t>(bits >> 63) << 31 | 0x7fc00000 | (static_cast<uint32_t>(bits >> 29) & 0x7fffff);
+}
+
 uint32_t encode_tf32(float value, Round round, bool satfinite, bool relu) {
-  if (std::isnan(value)) return 0x7fffffff;
   constexpr Format kTf32{8, 10, Special::ieee, 0x3ffff};
+  if (std::isnan(value) && round == Round::rna) return as_bits(value) & 0xffffe000;  // as an H200 does
   return static_cast<uint32_t>(encode(value, kTf32, round, satfinite, relu) << 13);
 }
 

@@ -54,6 +54,10 @@ inline constexpr Format kE2m1{2, 1, Special::finite_only, 0x07};
 
 // ---- scalar: formats ----------------------------------------------------------------------------
 
+// NaNs between f32 and f64 keep sign and payload and become quiet.
+uint64_t widen_nan(uint32_t f32_bits);
+uint32_t narrow_nan(uint64_t f64_bits);
+
 // The value of `bits` in `format`; exact for every format here. NaN becomes a double NaN.
 double decode(uint64_t bits, const Format& format);
 
@@ -61,7 +65,8 @@ double decode(uint64_t bits, const Format& format);
 // negative results, and -0, become +0.
 uint64_t encode(double value, const Format& format, Round round, bool satfinite = false, bool relu = false);
 
-// tf32 in its 32-bit container: f32 with the low 13 mantissa bits zero.
+// tf32 in its 32-bit container: f32 with the low 13 mantissa bits zero. NaN gives 0x7fffe000, except that rna only clears
+// the low bits of a NaN.
 uint32_t encode_tf32(float value, Round round, bool satfinite = false, bool relu = false);
 
 // ue8m0: an unsigned power of two, 2^(bits - 127); 0xff is NaN. The sign of `value` is dropped. Only rz and rp exist.
