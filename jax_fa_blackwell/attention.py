@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_fa_blackwell import cuda, reference, xla
+from jax_fa_blackwell import cuda, lowering, reference, xla
 from jax_fa_blackwell.arguments import Arguments, check_arguments
 from jax_fa_blackwell.masks import KvIntervals, kv_intervals, query_intervals
 from jax_fa_blackwell.operands import Operands
@@ -178,7 +179,13 @@ def make_spec(arguments: Arguments, intervals: KvIntervals, deterministic: bool)
 
 
 def device_arch() -> str | None:
-    """The architecture of the default GPU if kernels exist for it, else None."""
+    """The architecture that kernels are chosen for: the default GPU's if kernels exist for it, else None.
+
+    The environment variable that ``lowering.arches`` reads comes first, so that a program can be lowered for a GPU
+    on a machine that has none.
+    """
+    if os.environ.get(lowering.ARCH_VARIABLE):
+        return lowering.arches()[0]
     if jax.default_backend() != "gpu":
         return None
     capability = getattr(jax.devices()[0], "compute_capability", "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
@@ -31,7 +32,7 @@ def _abstract(*_, function, static, results):
 
 def _body(*arrays, function, static, results):
     del results
-    return [function(static, *arrays)]
+    return jax.tree.leaves(function(static, *arrays))
 
 
 mlir.register_lowering(_deferred_p, mlir.lower_fun(_body, multiple_results=True))
@@ -43,11 +44,11 @@ def _run(*arrays, **params):
 
 
 def deferred(
-    function: Callable[..., jax.Array],
+    function: Callable[..., Any],
     static: Hashable,
     arrays: Sequence[jax.Array],
-    like: Callable[..., jax.Array],
-) -> jax.Array:
+    like: Callable[..., Any],
+) -> Any:
     """``function(static, *arrays)``, traced when the program around it is lowered.
 
     It has no rule for vmap or differentiation; callers bring one around it.
@@ -56,11 +57,13 @@ def deferred(
       function: of module level, so that equal calls share a compilation.
       static: its first argument, hashable.
       arrays: the others.
-      like: takes ``arrays`` and returns what ``function`` will, by a way that can be traced now. Only the types of its
-        result are used: shape, dtype, and how it varies over the axes of a mesh (``jax.shard_map``).
+      like: takes ``arrays`` and returns what ``function`` will, an array or a tree of arrays, by a way that can be
+        traced now. Only the types are used: shape, dtype, and how it varies over the axes of a mesh
+        (``jax.shard_map``).
     """
-    results = tuple(jax.make_jaxpr(like)(*arrays).out_avals)
-    return _deferred_p.bind(*arrays, function=function, static=static, results=results)[0]
+    jaxpr, shapes = jax.make_jaxpr(like, return_shape=True)(*arrays)
+    results = _deferred_p.bind(*arrays, function=function, static=static, results=tuple(jaxpr.out_avals))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def arches() -> tuple[str, ...]:

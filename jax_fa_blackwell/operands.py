@@ -15,6 +15,7 @@ class Operands(NamedTuple):
       bias, mask: 4-D, broadcast to [B, N, T, S]; floating and bool; or None.
       sinks: [N], or None.
       lo, hi: int32 [B, T], the interval of keys that each row sees; None unless the spec's mask form is "rows".
+      key_lo, key_hi: int32 [B, S], the interval of rows that see each key; given to kernels only.
     """
 
     query: jax.Array
@@ -25,6 +26,8 @@ class Operands(NamedTuple):
     sinks: jax.Array | None = None
     lo: jax.Array | None = None
     hi: jax.Array | None = None
+    key_lo: jax.Array | None = None
+    key_hi: jax.Array | None = None
 
 
 class Gradients(NamedTuple):

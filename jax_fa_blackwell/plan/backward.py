@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from jax_fa_blackwell.kernels import abi, registry
 from jax_fa_blackwell.plan import forward, launch
@@ -121,7 +122,7 @@ def plan_backward(spec: AttentionSpec, target: Target) -> tuple[Pass, ...]:
     return (dq, *min(choices, key=lambda passes: sum(one.gemms for one in passes)))
 
 
-def launch_backward(passes: tuple[Pass, ...], cubins: dict[bool, tuple[str, str, str]]) -> launch.LaunchPlan:
+def launch_backward(passes: tuple[Pass, ...], cubins: Mapping[bool, tuple[str, str, str]]) -> launch.LaunchPlan:
     """The custom call: the passes one after the other.
 
     Arguments: query, key, value, dO, fp32 LSE [B, N, T], fp32 delta [B, N, T], then for row intervals (low, high,

@@ -119,6 +119,8 @@ def supports(spec: AttentionSpec, target: Target) -> str | None:
         dim = getattr(spec, name)
         if dim % 8 or not 8 <= dim <= 512:
             return f"{name} must be a multiple of 8 from 8 to 512; got {dim}"
+    if spec.batch * spec.query_length * spec.query_heads >= 2**31:
+        return "batch * query_length * query_heads must be below 2**31"
     if spec.bias_shape is not None or spec.mask_shape is not None:
         return "bias and mask arrays are not taken"
     if spec.scale == 0 or not math.isfinite(spec.scale):
@@ -149,7 +151,8 @@ def plan_forward(spec: AttentionSpec, target: Target) -> ForwardPlan:
 def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> launch.LaunchPlan:
     """The custom call of a plan.
 
-    Arguments: query, key, value, then (low, high, blocks, key_low, key_high) for row intervals, then sinks if any.
+    Arguments: query, key, value, then (low, high, blocks, key_low, key_high) for row intervals, then fp32
+    sinks [B, N] if any.
     Results: output, fp32 LSE [B, T, N].
     """
     spec = plan.spec
@@ -169,7 +172,7 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
         argument("key_low", 4 * B * S)
         argument("key_high", 4 * B * S)
     if spec.has_sinks:
-        argument("sinks", 4 * N)
+        argument("sinks", 4 * B * N)
     arguments = len(sizes)
     argument("out", 2 * B * T * N * Hv)
     argument("lse", 4 * B * T * N)

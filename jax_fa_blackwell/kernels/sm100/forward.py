@@ -60,9 +60,20 @@ TENSOR_MEMORY_COLUMNS = 512
 OUTPUT_COLUMN = 256  # first column of the output accumulators; the score tiles lie below
 THREADS = 512
 CORRECTION_WARP, MMA_WARP, LOAD_WARP, CLEAN_WARP = 8, 12, 13, 14
+SOFTMAX_REGISTERS = {1: 232, 2: 200}  # by query tiles; with 80 for correction and 32 for the others within the SM's
 RESCALE_THRESHOLD = 8.0  # log2 units that the running maximum may lag behind
 INFINITY = float("inf")
 POLYNOMIAL_EVERY = {"sm_100a": 4, "sm_103a": 0}  # of so many pairs of exponentials one is a polynomial; 0: none
+
+# 2**f on [0, 1), highest power first.
+EXP2_COEFFICIENTS = (
+    0.001867129816673696,
+    0.009017030708491802,
+    0.05579991266131401,
+    0.24016444385051727,
+    0.6931512951850891,
+    1.0,
+)
 
 # Byte offsets in shared memory.
 BARRIERS = 0
@@ -119,17 +130,17 @@ class Params:
 
 
 def exp2_polynomial(x):
-    """2**x of a pair on the FMA pipe, relative error 8.6e-5; 0 where x <= -127.
+    """2**x of a pair on the FMA pipe, relative error 1.7e-7; 0 where x <= -127.
 
-    x = n + f with n the floor: 2**f by the cubic of least relative error on [0, 1) with value 1 at 0 (so that the
-    clamped argument gives 0 exactly), n added to its exponent.
+    x = n + f with n the floor: 2**f by the quintic of least relative error on [0, 1) with value 1 at 0 (so that the
+    clamped argument gives 0 exactly), n added to its exponent. A cubic would do for P in 16 bits, but not for the LSE.
     """
     magic = 12582912.0  # 1.5 * 2**23: adding it leaves the integer part in the low bits
     x = tuple(cute.arch.fmax(value, -127.0) for value in x)
     shifted = ptx.add2_down(x, (magic, magic))
     fraction = ptx.sub2(x, ptx.sub2(shifted, (magic, magic)))
-    power = (0.07706693559885025, 0.07706693559885025)
-    for coefficient in (0.2276451736688614, 0.6951166987419128, 1.0):
+    power = (EXP2_COEFFICIENTS[0],) * 2
+    for coefficient in EXP2_COEFFICIENTS[1:]:
         power = ptx.fma2(power, fraction, (coefficient, coefficient))
     return tuple(ptx.shift_left_add(n, 23, f) for n, f in zip(shifted, power, strict=True))
 
@@ -200,10 +211,12 @@ class ForwardKernel:
 
         softmax_warps = 4 * self.config.query_tiles
         if warp < softmax_warps:
-            cute.arch.setmaxregister_increase(192)
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS[self.config.query_tiles])
             self.softmax(p, smem, tmem, tile_blocks, row_low, row_high)
+        if warp >= softmax_warps and warp < CORRECTION_WARP:
+            cute.arch.setmaxregister_decrease(32)
         if warp >= CORRECTION_WARP and warp < MMA_WARP:
-            cute.arch.setmaxregister_decrease(96)
+            cute.arch.setmaxregister_decrease(80)
             self.correction(p, smem, tmem, tile_blocks, lse, sinks, o_map.get_ptr().toint())
         if warp >= MMA_WARP:
             cute.arch.setmaxregister_decrease(32)
@@ -411,22 +424,20 @@ class ForwardKernel:
                     stat_phase = stat_phase ^ 1
 
                 sums = [(Float32(0.0), Float32(0.0)) for _ in range(2)]
-                for pair in cutlass.range_constexpr(KEYS // 2):
-                    x = ptx.fma2((s[2 * pair], s[2 * pair + 1]), (p.scale, p.scale), (-shift, -shift))
-                    every = self.config.polynomial_every
-                    if cutlass.const_expr(every > 0 and pair % max(every, 1) == every - 1):
-                        x = exp2_polynomial(x)
-                    else:
-                        x = ptx.ex2(x[0]), ptx.ex2(x[1])
-                    s[2 * pair], s[2 * pair + 1] = x
-                    sums[pair % 2] = ptx.add2(sums[pair % 2], x)
+                for part in cutlass.range_constexpr(KEYS // 64):
+                    packed = []
+                    for pair in cutlass.range_constexpr(32 * part, 32 * part + 32):
+                        x = ptx.fma2((s[2 * pair], s[2 * pair + 1]), (p.scale, p.scale), (-shift, -shift))
+                        every = self.config.polynomial_every
+                        if cutlass.const_expr(every > 0 and pair % max(every, 1) == every - 1):
+                            x = exp2_polynomial(x)
+                        else:
+                            x = ptx.ex2(x[0]), ptx.ex2(x[1])
+                        sums[pair % 2] = ptx.add2(sums[pair % 2], x)
+                        packed.append(ptx.pack(self.config.packed, x[0], x[1]))
+                    ptx.tcgen05_st(address + 32 * part, packed)
                 block_sums = ptx.add2(sums[0], sums[1])
                 total = total * rescale + (block_sums[0] + block_sums[1])
-                for part in cutlass.range_constexpr(KEYS // 64):
-                    packed = [
-                        ptx.pack(self.config.packed, s[64 * part + 2 * i], s[64 * part + 2 * i + 1]) for i in range(32)
-                    ]
-                    ptx.tcgen05_st(address + 32 * part, packed)
                 ptx.tcgen05_wait_st()
                 ptx.tcgen05_fence_before()
                 cute.arch.sync_warp()
@@ -547,7 +558,7 @@ class ForwardKernel:
         top = maximum * p.scale  # log2 units
         factor = ptx.rcp(total)
         if p.has_sinks != 0:
-            sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[head] * LOG2_E
+            sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[batch * p.heads + head] * LOG2_E
             new_top = cute.arch.fmax(top, sink)
             shrink = ptx.ex2(top - new_top)
             total = total * shrink + ptx.ex2(sink - new_top)

@@ -1,0 +1,233 @@
+"""Attention by the GPU kernels: launch plans, cubins and custom calls, forward and backward.
+
+Only the branch for CUDA launches kernels; on another platform the same program computes the same with ``xla``. Which
+kernels exist is stated in ``plan/``; what they do not take never comes here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fa_blackwell import cubins, custom_call, lowering, xla
+from jax_fa_blackwell.delta import delta
+from jax_fa_blackwell.kernels import registry
+from jax_fa_blackwell.operands import Gradients, Operands
+from jax_fa_blackwell.plan import backward as backward_plan
+from jax_fa_blackwell.plan import forward as forward_plan
+from jax_fa_blackwell.plan.launch import LaunchPlan
+from jax_fa_blackwell.plan.slices import ROWS
+from jax_fa_blackwell.plan.spec import KERNELS, AttentionSpec
+from jax_fa_blackwell.plan.target import get_target
+
+KERNELS["sm100"] = forward_plan.supports
+
+MakePlan = Callable[[AttentionSpec, str], LaunchPlan]
+
+
+def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, Hv] and float32 LSE [B, T, N]."""
+    if spec.is_empty:
+        return xla.forward(spec, operands)
+    out, lse = _batched(_forward, spec)(_with_batched_sinks(spec, operands))
+    return out, lse
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    grad_out: jax.Array,
+    grad_lse: jax.Array,
+) -> Gradients:
+    """Gradients of query, key, value and sinks from the cotangents of both results."""
+    if spec.is_empty:
+        return xla.backward(spec, operands, out, lse, grad_out, grad_lse)
+    grad_lse = grad_lse.astype(jnp.float32)
+    batched = _with_batched_sinks(spec, operands)
+    d_query, d_key, d_value, deltas = _batched(_backward, spec)(batched, out, lse, grad_out, grad_lse)
+    d_sinks = None
+    if operands.sinks is not None:
+        sinks = operands.sinks.astype(jnp.float32)
+        # A row whose LSE is its sink's saw nothing: its output is constant and its cotangent must not count.
+        deltas = jnp.where(lse <= sinks, -grad_lse, deltas.swapaxes(1, 2))
+        d_sinks = -jnp.sum(jnp.exp(sinks - lse) * deltas, axis=(0, 1)).astype(operands.sinks.dtype)
+    return Gradients(d_query, d_key, d_value, None, d_sinks)
+
+
+def _with_batched_sinks(spec: AttentionSpec, operands: Operands) -> Operands:
+    """Sinks as float32 [B, N], so that a vmap over them too is one launch."""
+    if operands.sinks is None:
+        return operands
+    sinks = jnp.broadcast_to(operands.sinks.astype(jnp.float32), (spec.batch, spec.query_heads))
+    return operands._replace(sinks=sinks)
+
+
+@functools.cache
+def _batched(function: Callable, spec: AttentionSpec) -> Callable:
+    """``function(spec, ...)`` with a rule for vmap: a mapped axis becomes part of the batch and one launch runs it."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*arguments):
+        return function(spec, *arguments)
+
+    @run.def_vmap
+    def _fold_into_batch(axis_size, in_batched, *arguments):
+        def fold(array, batched):
+            array = array if batched else jnp.broadcast_to(array, (axis_size, *array.shape))
+            return array.reshape(-1, *array.shape[2:])
+
+        larger = dataclasses.replace(spec, batch=spec.batch * axis_size)
+        results = _batched(function, larger)(*jax.tree.map(fold, arguments, tuple(in_batched)))
+        unfolded = jax.tree.map(lambda x: x.reshape(axis_size, spec.batch, *x.shape[1:]), results)
+        return unfolded, jax.tree.map(lambda _: True, unfolded)
+
+    return run
+
+
+def _forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ...]:
+    B, T, N = spec.batch, spec.query_length, spec.query_heads
+    results = (
+        jax.ShapeDtypeStruct((B, T, N, spec.value_head_dim), operands.query.dtype),
+        jax.ShapeDtypeStruct((B, T, N), jnp.float32),
+    )
+    arrays = [operands.query, operands.key, operands.value]
+    if spec.mask_form == "rows":
+        lo, hi, key_lo, key_hi = _intervals(operands)
+        rows = forward_plan.plan_forward(spec, get_target("sm_100a")).group_rows
+        arrays += [lo, hi, _blocks(lo, hi, rows), key_lo, key_hi]
+    if operands.sinks is not None:
+        arrays.append(operands.sinks)
+
+    return execute(make_forward_plan, spec, arrays, results, _xla_forward, (operands,))
+
+
+def _backward(spec: AttentionSpec, operands: Operands, out, lse, grad_out, grad_lse) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value, and delta [B, N, T]."""
+    deltas = delta(out, grad_out, grad_lse)
+    arrays = [operands.query, operands.key, operands.value, grad_out, lse.swapaxes(1, 2), deltas]
+    if spec.mask_form == "rows":
+        lo, hi, key_lo, key_hi = _intervals(operands)
+        arrays += [lo, hi, _blocks(lo, hi, ROWS), key_lo, key_hi, _blocks(key_lo, key_hi, ROWS)]
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.query, operands.key, operands.value)]
+
+    rest = (operands, out, lse, grad_out, grad_lse)
+    return *execute(make_backward_plan, spec, arrays, results, _xla_backward, rest), deltas
+
+
+def _xla_forward(spec: AttentionSpec, operands: Operands):
+    return _entries(xla.forward, spec, operands)
+
+
+def _xla_backward(spec: AttentionSpec, operands: Operands, *others):
+    return _entries(xla.backward, spec, operands, *others)[:3]
+
+
+def _entries(function: Callable, spec: AttentionSpec, operands: Operands, *others):
+    """A function of ``xla`` on operands whose sinks have a batch axis: entry by entry if there are any."""
+    if operands.sinks is None:
+        return function(spec, operands, *others)
+    arrays = jax.tree.map(lambda x: x[:, None], (operands._replace(sinks=None), *others))
+    arrays = (arrays[0]._replace(sinks=operands.sinks), *arrays[1:])
+    results = jax.vmap(functools.partial(function, dataclasses.replace(spec, batch=1)))(*arrays)
+    return jax.tree.map(lambda x: x[:, 0] if x.ndim > 2 else x, results)
+
+
+def _intervals(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Keys of each query row, query rows of each key."""
+    lo, hi, key_lo, key_hi = operands.lo, operands.hi, operands.key_lo, operands.key_hi
+    assert lo is not None
+    assert hi is not None
+    assert key_lo is not None
+    assert key_hi is not None
+    return lo, hi, key_lo, key_hi
+
+
+def _blocks(low: jax.Array, high: jax.Array, rows: int) -> jax.Array:
+    """int32 [B, groups, 2]: for each group of rows, the first block of 128 columns it sees and one past the last."""
+    batch, length = low.shape
+    padding = ((0, 0), (0, -length % rows))
+    least = jnp.pad(low, padding, constant_values=jnp.iinfo(jnp.int32).max).reshape(batch, -1, rows).min(2)
+    greatest = jnp.pad(high, padding, constant_values=0).reshape(batch, -1, rows).max(2)
+    return jnp.stack([least // ROWS, -(-greatest // ROWS)], axis=-1)
+
+
+def execute(
+    make_plan: MakePlan,
+    spec: AttentionSpec,
+    arrays: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    fallback: Callable[..., Any],
+    fallback_arguments: tuple,
+) -> tuple[jax.Array, ...]:
+    """Runs a plan where the program is lowered for CUDA, and ``fallback(spec, ...)`` elsewhere.
+
+    Neither is traced before it is lowered: a program pays for the one it runs.
+
+    Args:
+      make_plan: makes the launch plan for one architecture; of module level.
+      spec: the call.
+      arrays: the plan's arguments.
+      results: shapes and dtypes of the plan's results.
+      fallback: the same computation in JAX; of module level.
+      fallback_arguments: its arguments after the spec.
+    """
+    leaves, tree = jax.tree.flatten(fallback_arguments)
+    launch, run = (make_plan, spec, len(arrays), tuple(results)), (fallback, spec, len(arrays), tree)
+
+    def like(*everything):
+        # Zeros that depend on every argument, and so vary over every mesh axis that an argument varies over.
+        anchor = sum(jnp.zeros((), x.dtype) * x.ravel()[0] for x in map(jnp.asarray, everything) if x.size)
+        return tuple(jnp.zeros(result.shape, result.dtype) + jnp.asarray(anchor, result.dtype) for result in results)
+
+    return jax.lax.platform_dependent(
+        *arrays,
+        *leaves,
+        cuda=lambda *everything: lowering.deferred(_launch, launch, everything, like),
+        default=lambda *everything: lowering.deferred(_fall_back, run, everything, like),
+    )
+
+
+def _launch(static, *everything):
+    """Traced when lowering for CUDA: one program for each architecture that the kernels take the call on."""
+    make_plan, spec, count, results = static
+    arches = [arch for arch in lowering.arches() if forward_plan.supports(spec, get_target(arch)) is None]
+    plans = [make_plan(spec, arch) for arch in arches]
+    if not plans:
+        raise NotImplementedError(f"no kernel takes the call on {', '.join(lowering.arches())}: {spec.describe()}")
+    programs = tuple(program for plan in plans for program in plan.programs)
+    return tuple(custom_call.call(dataclasses.replace(plans[0], programs=programs), everything[:count], results))
+
+
+def _fall_back(static, *everything):
+    """Traced when lowering for another platform."""
+    fallback, spec, count, tree = static
+    return tuple(fallback(spec, *jax.tree.unflatten(tree, everything[count:])))
+
+
+def _find(name: str, arch: str) -> tuple[str, str, str]:
+    """(kernel name, sha256, symbol) of a variant's cubin, which the executor can find from here on."""
+    cubin = cubins.find(registry.get_variant(name), arch)
+    custom_call.add_cubin_directory(cubin.folder)
+    return name, cubin.sha256, cubin.symbol
+
+
+def make_forward_plan(spec: AttentionSpec, arch: str, find: Callable = _find) -> LaunchPlan:
+    """The forward's launch plan for one architecture."""
+    plan = forward_plan.plan_forward(spec, get_target(arch))
+    name = registry.forward_name(spec.dtype, plan.query_tiles, spec.logits_soft_cap is not None)
+    return forward_plan.launch_forward(plan, *find(name, arch))
+
+
+def make_backward_plan(spec: AttentionSpec, arch: str, find: Callable = _find) -> LaunchPlan:
+    """The backward's launch plan for one architecture."""
+    passes = backward_plan.plan_backward(spec, get_target(arch))
+    has_cap = spec.logits_soft_cap is not None
+    found = {turned: find(registry.backward_name(spec.dtype, turned, has_cap), arch) for turned in (False, True)}
+    return backward_plan.launch_backward(passes, found)
