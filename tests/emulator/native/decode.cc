@@ -757,7 +757,10 @@ Type Modifiers::take_type() {
 
 Type Modifiers::need_type() {
   Type type = take_type();
-  if (type == Type::none) unsupported(statement_, "'" + statement_.mnemonic + "' lacks a type");
+  if (type == Type::none) {
+    done();
+    unsupported(statement_, "'" + statement_.mnemonic + "' lacks a type");
+  }
   return type;
 }
 

@@ -17,6 +17,7 @@ namespace {
 constexpr uint64_t kQuantum = 16'384;       // warp instructions of a cluster in a round
 constexpr size_t kResidentCtas = 8;         // at the beginning; more are launched when the resident ones are stuck
 constexpr size_t kResidentMax = 148;        // as on the whole GPU
+constexpr int kIdleRoundsToGrow = 64;       // rounds without activity before more clusters become resident
 constexpr int kIdleRounds = 20'000;         // rounds without activity before clusters that poll count as stuck
 
 uint32_t product(const std::array<uint32_t, 3>& v) { return v[0] * v[1] * v[2]; }
@@ -275,6 +276,7 @@ Totals run_grid(Grid& grid) {
   int host = grid.config.threads > 0 ? grid.config.threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   if (grid.observer) host = 1;
   Crew crew(static_cast<int>(std::min<uint64_t>(static_cast<uint64_t>(host), grid.clusters)) - 1);
+  Random random(grid.config.seed ^ 0x6a09e667f3bcc909ull);
   uint64_t last_activity = 0;
   int idle_rounds = 0;
   for (;;) {
@@ -284,19 +286,18 @@ Totals run_grid(Grid& grid) {
     raise_first(active);
     bool all_stuck = true;
     uint64_t activity = 0;
+    // The grid phase: clusters in an order that the seed decides.
+    std::vector<Cluster*> turns;
     for (auto& cluster : active) {
       if (cluster->finished) continue;
       if (cluster->waits_for_grid()) {
-        try {
-          cluster->run_grid_phase();
-        } catch (const Verdict& verdict) {
-          cluster->error = std::make_unique<Verdict>(verdict);
-          raise_first(active);
-        }
+        turns.push_back(cluster.get());
+        std::swap(turns.back(), turns[random.below(static_cast<uint32_t>(turns.size()))]);
         cluster->stuck = false;
       }
       all_stuck = all_stuck && cluster->stuck;
     }
+    for (Cluster* cluster : turns) cluster->run_grid_phase();
     bool ended = false;
     for (auto& cluster : active) {
       activity += cluster->activity;
@@ -313,11 +314,12 @@ Totals run_grid(Grid& grid) {
     }
     idle_rounds = activity == last_activity ? idle_rounds + 1 : 0;
     // A cluster that merely polls makes rounds without activity; one that is stuck has nothing to poll for.
-    bool standstill = (all_stuck && idle_rounds > 0) || idle_rounds > kIdleRounds;
+    bool more = grid.next_cluster < grid.clusters && resident < most;
+    bool standstill = (all_stuck && idle_rounds > 0) || idle_rounds > (more ? kIdleRoundsToGrow : kIdleRounds);
     last_activity = activity;
     if (!standstill) continue;
-    if (grid.next_cluster < grid.clusters && resident < most) {
-      ++resident;   // perhaps it waits for a cluster that is not resident yet
+    if (more) {
+      resident = std::min(2 * resident, most);   // perhaps they wait for clusters that are not resident yet
       idle_rounds = 0;
       continue;
     }

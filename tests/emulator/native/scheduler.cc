@@ -203,18 +203,23 @@ void Cluster::run(uint64_t budget) {
 void Cluster::run_grid_phase() {
   grid_phase = true;
   async.advance_queued(*this);
+  std::vector<Warp*> turns;
   for (auto& cta : ctas)
     for (auto& warp : cta->warps) {
-      // Fragments may split, merge or vanish: take one at a time.
-      for (size_t i = 0; i < warp->fragments.size(); ++i) {
-        Fragment& f = warp->fragments[i];
-        if (!f.blocked || f.wait.kind != Wait::Kind::grid_order) continue;
-        size_t before = warp->fragments.size();
-        run_fragment(*warp, i, 1);
-        if (warp->fragments.size() < before) i -= std::min(i + 1, before - warp->fragments.size());
-      }
-      if (warp->live == 0) check_exit();
+      turns.push_back(warp.get());
+      std::swap(turns.back(), turns[random.below(static_cast<uint32_t>(turns.size()))]);
     }
+  for (Warp* warp : turns) {
+    // Fragments may split, merge or vanish: take one at a time.
+    for (size_t i = 0; i < warp->fragments.size(); ++i) {
+      Fragment& f = warp->fragments[i];
+      if (!f.blocked || f.wait.kind != Wait::Kind::grid_order) continue;
+      size_t before = warp->fragments.size();
+      run_fragment(*warp, i, 1);
+      if (warp->fragments.size() < before) i -= std::min(i + 1, before - warp->fragments.size());
+    }
+    if (warp->live == 0) check_exit();
+  }
   grid_phase = false;
 }
 
