@@ -279,6 +279,19 @@ def test_float_add_rounds_to_nearest_even(dtype: str, numpy_type) -> None:
         assert [float(x) for x in memory[:2]] == [1.0, 1.015625]
 
 
+@pytest.mark.parametrize(("dtype", "one"), [("bf16", 0x3F80), ("f16", 0x3C00)])
+def test_16_bit_reductions_take_in_whole_chunks(dtype: str, one: int) -> None:
+    """Where a row does not end on 16 bytes, an H200 adds to the padding too, up to the next multiple; copies do not."""
+    box = Box(2, (20, 8), (64,), (16, 8))
+    memory, data = np.full(8 * 32, one, np.uint16), np.full(128, one, np.uint16)
+    launch(store_ptx(store_instruction(2, "add"), 256, 2), tensor_map(memory, dtype, box), data, (16, 0), 256)
+    changed = (memory != one).reshape(8, 32)
+    assert changed[:, 16:24].all()
+    assert changed.sum() == 64
+    launch(store_ptx(store_instruction(2), 256, 2), tensor_map(memory, dtype, box), data, (16, 0), 256)
+    assert ((memory != one).reshape(8, 32) == (changed & (np.arange(32) >= 20))).all()
+
+
 def test_prefetches_have_no_effect() -> None:
     box = Box(2, (64, 8), (128,), (64, 8))
     memory, out = random_bytes(box.tensor_bytes), np.zeros(1024, np.uint8)

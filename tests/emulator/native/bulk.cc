@@ -78,7 +78,7 @@ void GlobalSide::check(const Grid& grid, Access access, const char* what) const 
   }
   const TensorMapData& map = tile->map;
   uint64_t low, high;
-  if (!clip(tile->coords[0], map.box_elements(0), 1, map.dims[0], &low, &high)) return;
+  if (!clip(tile->coords[0], map.box_elements(0), 1, tile->row_elements(), &low, &high)) return;
   const uint64_t first = low * element_bytes(map.type), row = (high - low + 1) * element_bytes(map.type);
   if (tile->rows) {
     for (int i = 1; i <= 4; ++i) {

@@ -139,11 +139,12 @@ void visit_row(const TensorMapData& map, uint32_t offset, uint32_t bytes, uint64
 }
 
 // One row along dimension 0, whose other coordinates are inside the tensor or not.
-void walk_row(const TensorMapData& map, int64_t column, uint64_t row_address, bool row_inside, uint32_t offset,
+void walk_row(const TensorMapData& map, uint64_t elements, int64_t column, uint64_t row_address, bool row_inside,
+              uint32_t offset,
               const std::function<void(const TileRun&)>& visit) {
   const uint32_t size = element_bytes(map.type);
   const int64_t count = map.box_elements(0);
-  const int64_t end = static_cast<int64_t>(map.dims[0]);
+  const int64_t end = static_cast<int64_t>(elements);
   int64_t first = std::clamp<int64_t>(-column, 0, count);
   int64_t last = std::clamp<int64_t>(end - column, first, count);
   if (!row_inside) first = last = count;
@@ -163,7 +164,7 @@ void Tile::walk(uint32_t base, const std::function<void(const TileRun&)>& visit)
       const int64_t row = coords[static_cast<size_t>(i) + 1];
       const bool inside = row >= 0 && row < static_cast<int64_t>(map.dims[1]);
       const uint64_t address = map.base + (inside ? static_cast<uint64_t>(row) * map.strides[0] : 0);
-      walk_row(map, coords[0], address, inside, base + static_cast<uint32_t>(i) * pitch, visit);
+      walk_row(map, row_elements(), coords[0], address, inside, base + static_cast<uint32_t>(i) * pitch, visit);
     }
     return;
   }
@@ -177,7 +178,7 @@ void Tile::walk(uint32_t base, const std::function<void(const TileRun&)>& visit)
       inside = inside && c >= 0 && c < static_cast<int64_t>(map.dims[i]);
       address += static_cast<uint64_t>(c) * map.strides[i - 1];
     }
-    walk_row(map, coords[0], address, inside, offset, visit);
+    walk_row(map, row_elements(), coords[0], address, inside, offset, visit);
     offset += pitch;
     int i = 1;
     while (i < map.rank && ++index[i] == map.box_elements(i)) index[i++] = 0;

@@ -87,7 +87,14 @@ struct Tile {
   TensorMapData map;
   std::array<int32_t, kMaxRank> coords{};
   bool rows = false;
+  /// Reductions of 16-bit elements take in the whole 16 bytes that the end of a row lies in (H200).
+  bool whole_chunks = false;
 
+  /// Elements of dimension 0 that count as inside the tensor.
+  uint64_t row_elements() const {
+    const uint64_t chunk = 16 / element_bytes(map.type);
+    return whole_chunks ? (map.dims[0] + chunk - 1) / chunk * chunk : map.dims[0];
+  }
   uint32_t bytes() const { return rows ? 4 * map.row_bytes() : map.box_bytes(); }
   /// Bytes of shared memory from the base on that the tile may touch.
   uint32_t shared_bytes() const;
