@@ -46,7 +46,6 @@ _LONG_NAMES = {
 }
 _SWIZZLES = ("none", "32B", "64B", "128B", "128B_ATOM_32B")
 _FILLS = ("zero", "nan")
-_MAGIC = 0x70616D726F736E74
 _ASYNC = ("eager", "lazy", "random")
 
 
@@ -158,31 +157,30 @@ class TensorMap:
         return dict(_MAP_DTYPES)[self.dtype]
 
     def encode(self, base: int) -> bytes:
-        """The 128 bytes of struct TensorMapData (native/tma.h) for an array at device address `base`."""
+        """The 128 bytes of struct TensorMapData (native/tma.h) for an array at device address `base`.
+
+        Raises:
+          ValueError: a field breaks a rule of cuTensorMapEncodeTiled; the message says which.
+        """
         rank = len(self.dims)
-
-        def padded(values: Sequence[int], count: int, fill: int = 0) -> list[int]:
-            return [*values, *[fill] * (count - len(values))]
-
-        data = struct.pack(
-            "<QQ5Q4Q5H5B6B15x",
-            _MAGIC,
-            base + self.offset_bytes,
-            *padded(self.dims, 5),
-            *padded(self.strides_bytes, 4),
-            *padded(self.box, 5),
-            *padded(self.element_strides or [1] * rank, 5),
+        data, error = ctypes.create_string_buffer(128), ctypes.create_string_buffer(256)
+        refused = library().emu_tensor_map(
+            data,
             [name for name, _ in _MAP_DTYPES].index(self.dtype),
             rank,
-            0,
+            base + self.offset_bytes,
+            (ctypes.c_uint64 * rank)(*self.dims),
+            (ctypes.c_uint64 * rank)(*self.strides_bytes),
+            (ctypes.c_uint32 * rank)(*self.box),
+            (ctypes.c_uint32 * rank)(*(self.element_strides or [1] * rank)),
             _SWIZZLES.index(self.swizzle),
             _FILLS.index(self.fill),
-            0,
+            error,
+            len(error),
         )
-        checksum = 2166136261
-        for byte in data:
-            checksum = (checksum ^ byte) * 16777619 & 0xFFFFFFFF
-        return data + struct.pack("<I", checksum)
+        if refused:
+            raise ValueError(f"tensor map: {error.value.decode()}")
+        return data.raw
 
 
 def _bounds(array: np.ndarray) -> tuple[int, int]:

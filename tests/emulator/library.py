@@ -56,6 +56,11 @@ def library() -> ctypes.CDLL:
     lib.emu_free_string.argtypes = (ctypes.c_void_p,)
     lib.emu_describe.restype = ctypes.c_void_p
     lib.emu_describe.argtypes = (ctypes.c_void_p,)
+    u32s, u64s = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)
+    lib.emu_tensor_map.argtypes = (
+        *(ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, u64s, u64s, u32s, u32s),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64),
+    )
     lib.emu_launch.restype = ctypes.c_void_p
     lib.emu_launch.argtypes = (ctypes.c_void_p, ctypes.POINTER(Launch), error)
     return lib

@@ -333,48 +333,41 @@ void reduce(Reduction op, ReduceType type, uint8_t* destination, const uint8_t* 
 
 }  // namespace emu
 
-// ---- C interface --------------------------------------------------------------------------------
+// ---- C interface -------------------------------------------------------------------------------
 
-/// Fills the 128 bytes at `out` as cuTensorMapEncodeTiled would. Returns 0, or 1 with a text in `message` that names
-/// the bad argument. `strides` has rank - 1 entries. `element_strides` may be null: all ones.
-extern "C" __attribute__((visibility("default"))) int emu_encode_tensor_map(
-    void* out, int type, int rank, uint64_t base, const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
-    const uint32_t* element_strides, int interleave, int swizzle, int l2_promotion, int nan_fill, char* message,
-    uint64_t message_bytes) {
+/// Fills the 128 bytes at `out` as cuTensorMapEncodeTiled would. Returns 0, or 1 with a text in `message` that names the
+/// bad argument. `strides` has rank - 1 entries.
+extern "C" __attribute__((visibility("default"))) int emu_tensor_map(
+    char* out, int type, int rank, uint64_t base, const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
+    const uint32_t* element_strides, int swizzle, int nan_fill, char* message, uint64_t message_bytes) {
   using namespace emu;
   std::string error;
   TensorMapData map{};
   map.magic = TensorMapData::kMagic;
   map.base = base;
+  map.dims.fill(1);
   map.box.fill(1);
   map.element_strides.fill(1);
-  map.dims.fill(1);
   if (rank < 1 || rank > kMaxRank) error = format("rank is %d, expected 1 to 5", rank);
   for (int i = 0; i < rank && error.empty(); ++i) {
     map.dims[i] = dims[i];
     if (i > 0) map.strides[i - 1] = strides[i - 1];
-    if (box[i] == 0 || box[i] > 256) error = format("box dimension %d is %u, expected 1 to 256", i, box[i]);
-    const uint32_t step = element_strides != nullptr && i > 0 ? element_strides[i] : 1;  // the first one is ignored
+    const uint32_t step = i > 0 ? element_strides[i] : 1;  // the first one is ignored
     if (step == 0 || step > 8) error = format("element stride %d is %u, expected 1 to 8", i, step);
-    map.box[i] = static_cast<uint16_t>(box[i]);
+    map.box[i] = static_cast<uint16_t>(std::min(box[i], 65535u));
     map.element_strides[i] = static_cast<uint8_t>(step);
   }
-  const auto small = [](int value) { return static_cast<uint8_t>(value < 0 || value > 255 ? 255 : value); };
-  map.type = static_cast<TmaType>(small(type));
-  map.rank = small(rank);
-  map.interleave = small(interleave);
-  map.swizzle = static_cast<Swizzle>(small(swizzle));
-  map.l2_promotion = small(l2_promotion);
-  map.nan_fill = small(nan_fill);
+  map.type = static_cast<TmaType>(type);
+  map.rank = static_cast<uint8_t>(rank);
+  map.swizzle = static_cast<Swizzle>(swizzle);
+  map.nan_fill = static_cast<uint8_t>(nan_fill);
   map.seal();
   if (error.empty()) error = tensor_map_error(map);
-  if (!error.empty()) {
-    if (message != nullptr && message_bytes > 0) {
-      std::strncpy(message, error.c_str(), message_bytes - 1);
-      message[message_bytes - 1] = 0;
-    }
-    return 1;
+  if (error.empty()) {
+    std::memcpy(out, &map, sizeof map);
+    return 0;
   }
-  std::memcpy(out, &map, sizeof map);
-  return 0;
+  std::strncpy(message, error.c_str(), message_bytes - 1);
+  message[message_bytes - 1] = 0;
+  return 1;
 }
