@@ -79,6 +79,9 @@ class Verdict(Exception):  # noqa: N818 - a verdict on the program, not an error
         return Verdict(data["kind"], data["message"], data["line"], data["text"], data["where"], waiting)
 
 
+_TRACE_KINDS = ("run", "wait", "copy", "tensor", "launch", "other")
+
+
 @dataclasses.dataclass(frozen=True)
 class TraceRow:
     """A stretch of one warp's run. Times count warp instructions of its cluster.
@@ -86,7 +89,9 @@ class TraceRow:
     Attributes:
       cluster, cta, warp: cluster in the grid, %cluster_ctarank, %warpid.
       begin, end: half open.
-      line: the PTX line at which the stretch ended.
+      line: the PTX line at which a run ended, that waits, or that issued the operation.
+      kind: "run", "wait"; of an operation in flight, from its issue by this warp to its completion: "copy" (bulk and
+        TMA), "tensor" (tcgen05), "launch" (cluster launch control) or "other".
     """
 
     cluster: int
@@ -95,6 +100,11 @@ class TraceRow:
     begin: int
     end: int
     line: int
+    kind: str
+
+
+def _track(row: TraceRow) -> tuple[int, int, str]:
+    return row.cta, row.warp, "" if row.kind in ("run", "wait") else row.kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +156,7 @@ class Report:
             registers=data["registers"],
             barrier_waits=data["barrier_waits"],
             barrier_stalls=data["barrier_stalls"],
-            trace=tuple(TraceRow(*row) for row in data["trace"]),
+            trace=tuple(TraceRow(*row[:6], _TRACE_KINDS[row[6]]) for row in data["trace"]),
         )
 
     @staticmethod
@@ -196,7 +206,7 @@ class Report:
         return "\n".join(lines)
 
     def plot(self, path: str | pathlib.Path, cluster: int = 0) -> None:
-        """Draws the trace of one cluster as rows of time per warp, coloured by PTX line, to an image file.
+        """Draws the trace of one cluster to an image file: rows of time per warp, coloured by PTX line; waits are grey.
 
         Raises:
           ValueError: the launch recorded no trace of that cluster.
@@ -209,17 +219,18 @@ class Report:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        warps = sorted({(row.cta, row.warp) for row in rows})
-        place = {warp: i for i, warp in enumerate(warps)}
+        # A row for each warp, and one for each kind of operation that it issues.
+        tracks = sorted({_track(row) for row in rows})
+        place = {track: i for i, track in enumerate(tracks)}
         lines = sorted({row.line for row in rows})
         colours = pyplot.get_cmap("turbo")
-        figure, axes = pyplot.subplots(figsize=(14, 1 + 0.3 * len(warps)), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(14, 1 + 0.3 * len(tracks)), layout="constrained")
         for row in rows:
-            colour = colours(lines.index(row.line) / max(len(lines) - 1, 1))
-            axes.broken_barh(
-                [(row.begin, row.end - row.begin)], (place[row.cta, row.warp] - 0.4, 0.8), facecolor=colour
-            )
-        axes.set_yticks(range(len(warps)), [f"CTA {cta} warp {warp}" for cta, warp in warps])
+            colour = "0.85" if row.kind == "wait" else colours(lines.index(row.line) / max(len(lines) - 1, 1))
+            height = 0.3 if row.kind == "wait" else 0.8
+            bar = (place[_track(row)] - height / 2, height)
+            axes.broken_barh([(row.begin, max(row.end - row.begin, 1))], bar, facecolor=colour)
+        axes.set_yticks(range(len(tracks)), [f"CTA {cta} warp {warp} {kind}".rstrip() for cta, warp, kind in tracks])
         axes.invert_yaxis()
         axes.set_xlabel("warp instructions of the cluster")
         axes.set_title(self.entry[:80])

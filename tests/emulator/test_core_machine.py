@@ -157,12 +157,15 @@ def test_report_counts() -> None:
 def test_trace_covers_every_warp_and_plots(tmp_path) -> None:
     body = "mov.u32 r0, 0; L: add.u32 r0, r0, 1; setp.lt.u32 p0, r0, 900; @p0 bra L; bar.sync 0;"
     report = run(body, np.zeros(1, np.uint32), threads=96, grid=2, trace="role")
-    rows = [row for row in report.trace if row.cluster == 1]
+    rows = [row for row in report.trace if row.cluster == 1 and row.kind == "run"]
     assert {row.warp for row in rows} == {0, 1, 2}
     times = sorted((row.begin, row.end) for row in rows)
     assert all(begin < end for begin, end in times)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
-    assert sum(row.end - row.begin for row in report.trace) == report.instructions
+    assert sum(row.end - row.begin for row in report.trace if row.kind == "run") == report.instructions
+    waits = [row for row in report.trace if row.kind == "wait" and row.cluster == 1]
+    assert {row.line for row in waits} == {module(body).split("\n").index(body) + 1}
+    assert len({row.warp for row in waits}) == 2
     report.plot(tmp_path / "trace.png", cluster=1)
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no trace of cluster 7"):

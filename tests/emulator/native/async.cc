@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "machine.h"
+#include "report.h"
 
 namespace emu {
 
@@ -12,6 +13,7 @@ uint64_t AsyncQueue::submit(Cluster& cluster, std::unique_ptr<AsyncOp> op) {
   if (op->pipe >= 0) pipes_.at(op->pipe).push_back(id);
   order_.push_back(id);
   live_[id].op = std::move(op);
+  live_[id].issued = cluster.clock;
   cluster.touch();
   if (mode == AsyncMode::eager) {
     while (live_.count(id) && !live_[id].queued && ready(*live_[id].op)) advance(cluster, id);
@@ -68,6 +70,11 @@ bool AsyncQueue::advance(Cluster& cluster, uint64_t id) {
   cluster.acting_line = acting_line;
   if (done) {
     int pipe = live_.at(id).op->pipe;
+    if (cluster.grid->config.trace) {
+      const Agent& by = live_.at(id).op->agent;
+      const uint8_t kind = by.engine == Engine::tma ? 2 : by.engine == Engine::tensor ? 3 : by.engine == Engine::cluster_launch ? 4 : 5;
+      record(cluster, by.cta_rank, by.warp, kind, live_.at(id).issued, cluster.clock, line);
+    }
     if (pipe >= 0) pipes_[pipe].pop_front();
     live_.erase(id);
     order_.erase(std::lower_bound(order_.begin(), order_.end(), id));

@@ -66,6 +66,7 @@ class AsyncQueue {
  private:
   struct Live {
     std::unique_ptr<AsyncOp> op;
+    uint64_t issued = 0;   // Cluster::clock, for traces
     bool queued = false;   // waits for the grid's order
   };
   bool ready(const AsyncOp& op) const;

@@ -18,7 +18,7 @@ constexpr uint64_t kQuantum = 16'384;       // warp instructions of a cluster in
 constexpr size_t kResidentCtas = 8;         // at the beginning; more are launched when the resident ones are stuck
 constexpr size_t kResidentMax = 148;        // as on the whole GPU
 constexpr int kIdleRoundsToGrow = 64;       // rounds without activity before more clusters become resident
-constexpr int kIdleRounds = 20'000;         // rounds without activity before clusters that poll count as stuck
+constexpr int kIdleRounds = 20'000;         // of all clusters together, without activity, before those that poll count as stuck
 
 uint32_t product(const std::array<uint32_t, 3>& v) { return v[0] * v[1] * v[2]; }
 
@@ -315,7 +315,7 @@ Totals run_grid(Grid& grid) {
     idle_rounds = activity == last_activity ? idle_rounds + 1 : 0;
     // A cluster that merely polls makes rounds without activity; one that is stuck has nothing to poll for.
     bool more = grid.next_cluster < grid.clusters && resident < most;
-    bool standstill = (all_stuck && idle_rounds > 0) || idle_rounds > (more ? kIdleRoundsToGrow : kIdleRounds);
+    bool standstill = (all_stuck && idle_rounds > 0) || idle_rounds > (more ? kIdleRoundsToGrow : std::max(256, kIdleRounds / static_cast<int>(active.size())));
     last_activity = activity;
     if (!standstill) continue;
     if (more) {

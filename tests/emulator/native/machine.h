@@ -80,6 +80,7 @@ struct Fragment {
   bool blocked = false;
   bool timed_out = false;          // set by the scheduler for a fragment whose wait may time out
   uint64_t tried = 0;              // Cluster::progress when it last blocked
+  uint64_t waiting_since = ~0ull;  // Cluster::clock when it first blocked at this instruction (traces only)
   Wait wait;
   std::vector<uint32_t> calls;     // return addresses
 };
@@ -190,7 +191,9 @@ struct ClusterBarrier {
   uint32_t exited = 0;                      // threads that ended without having arrived in this generation
 };
 
-struct Interval { int cta, warp; uint64_t begin, end; int line; uint8_t kind; };   // trace row
+/// A row of the trace. kind: 0 a warp runs, 1 it waits, 2 a bulk copy, 3 a tensor operation, 4 a cluster launch request,
+/// 5 another operation is in flight (issue to completion; warp is the issuer).
+struct Interval { int cta, warp; uint64_t begin, end; int line; uint8_t kind; };
 
 struct Cluster {
   Grid* grid = nullptr;

@@ -170,22 +170,15 @@ void check_cta_end(Cluster& cluster, Cta& cta) {
       raise(Fault::named_barrier, 0, format("with %u of %u threads arrived at named barrier %d, which never completed", cta.named[b].arrived, cta.named[b].expected, b));
 }
 
-void record(Cluster& cluster, const Warp& warp, uint64_t begin, uint64_t end, uint32_t pc) {
-  Interval row;
-  row.cta = static_cast<int>(warp.cta->rank);
-  row.warp = warp.index;
-  row.begin = begin;
-  row.end = end;
-  row.line = cluster.grid->program->code[pc].line;
-  row.kind = 0;
+void record(Cluster& cluster, int cta, int warp, uint8_t kind, uint64_t begin, uint64_t end, int line) {
   if (!cluster.trace.empty()) {
     Interval& last = cluster.trace.back();
-    if (last.cta == row.cta && last.warp == row.warp && last.line == row.line && last.end == begin) {
+    if (last.cta == cta && last.warp == warp && last.kind == kind && last.line == line && last.end == begin) {
       last.end = end;
       return;
     }
   }
-  cluster.trace.push_back(row);
+  cluster.trace.push_back({cta, warp, begin, end, line, kind});
 }
 
 void Totals::add(const Cluster& cluster) {
@@ -247,8 +240,8 @@ std::string Totals::json(const Grid& grid) const {
   out += "}, \"trace\": [";
   first = true;
   for (const auto& [cluster, row] : trace) {
-    out += format("%s[%llu, %d, %d, %llu, %llu, %d]", first ? "" : ", ", static_cast<unsigned long long>(cluster), row.cta, row.warp,
-                  static_cast<unsigned long long>(row.begin), static_cast<unsigned long long>(row.end), row.line);
+    out += format("%s[%llu, %d, %d, %llu, %llu, %d, %d]", first ? "" : ", ", static_cast<unsigned long long>(cluster), row.cta, row.warp,
+                  static_cast<unsigned long long>(row.begin), static_cast<unsigned long long>(row.end), row.line, row.kind);
     first = false;
   }
   return out + "]}";

@@ -13,8 +13,8 @@ void place(Verdict& verdict, const Warp& warp, uint32_t pc);
 Verdict deadlock(const std::vector<Cluster*>& clusters);
 /// Rules for the end of a CTA: nothing in flight, barriers balanced, TMEM and registers returned.
 void check_cta_end(Cluster& cluster, Cta& cta);
-/// Adds a row to the trace.
-void record(Cluster& cluster, const Warp& warp, uint64_t begin, uint64_t end, uint32_t pc);
+/// Adds a row to the trace (see Interval).
+void record(Cluster& cluster, int cta, int warp, uint8_t kind, uint64_t begin, uint64_t end, int line);
 
 std::string json_string(const std::string& text);
 

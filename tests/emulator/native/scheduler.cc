@@ -35,9 +35,10 @@ void Cluster::run_fragment(Warp& warp, size_t index, uint32_t budget) {
   f->blocked = false;
   uint32_t pc = f->pc;
   uint64_t begin = clock;
+  const uint64_t waiting_since = f->waiting_since;
+  const int wait_line = code[pc].line;
   actor = warp.agent(0);
   const bool trace_on = grid->config.trace;
-  uint64_t row_begin = clock;
   try {
     while (budget-- > 0) {
       const Instruction& in = code[pc];
@@ -114,7 +115,12 @@ void Cluster::run_fragment(Warp& warp, size_t index, uint32_t budget) {
     throw;
   }
   warp.instructions += clock - begin;
-  if (trace_on && clock > row_begin) record(*this, warp, row_begin, clock, pc);
+  if (!trace_on) return;
+  const int cta = static_cast<int>(warp.cta->rank);
+  const bool moved = clock > begin;
+  if (moved && waiting_since != ~0ull && begin > waiting_since) record(*this, cta, warp.index, 1, waiting_since, begin, wait_line);
+  if (moved) record(*this, cta, warp.index, 0, begin, clock, code[pc].line);
+  if (f) f->waiting_since = !f->blocked ? ~0ull : moved || waiting_since == ~0ull ? clock : waiting_since;
 }
 
 bool Cluster::time_out() {
