@@ -70,8 +70,8 @@ def flash_attention(
       causal_alignment: "top_left" or "bottom_right".
       local_window_size: an int w, meaning (w, w), or (left, right): row i sees the keys from ``diagonal - left`` to
         ``diagonal + right``; None for a side is unbounded. With or without is_causal.
-      query_seq_lengths: int32 [B]; rows at and beyond the length see nothing.
-      key_value_seq_lengths: int32 [B]; keys at and beyond the length are not seen.
+      query_seq_lengths: integers [B], clipped to 0 and T; rows at and beyond the length see nothing.
+      key_value_seq_lengths: integers [B], clipped to 0 and S; keys at and beyond the length are not seen.
       query_segment_ids: int32 [B, T]; equal ids attend, negative ids are padding. Each id must stand in one contiguous
         run, in any order; this cannot be checked under jit. Sequence lengths, if also given, make what is beyond them
         padding.
