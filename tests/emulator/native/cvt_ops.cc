@@ -110,7 +110,8 @@ uint64_t convert_one(uint64_t raw, const CvtData& data) {
   raw = truncate(raw, data.from.bits);
   if (form.ftz && data.from.bits == 32) raw = fp::flush_f32(static_cast<uint32_t>(raw));
   double value = fp::decode(raw, *data.from.format);
-  if (value != value && data.to.is_float && (data.to.bits == 64) != (data.from.bits == 64)) return convert_nan(raw, data);
+  const bool crosses_f64 = (data.to.bits == 64) != (data.from.bits == 64);
+  if (value != value && data.to.is_float && crosses_f64) return convert_nan(raw, data);
   if (!data.to.is_float) {
     return fp::to_integer(value, form.round, data.to.bits, data.to.is_signed, data.from.bits == 64);
   }

@@ -39,8 +39,9 @@ inline double add_odd(double a, double b, Round round) {
   return to_odd(sum, (a - (sum - part)) + (b - part));
 }
 
-// Does .ftz flush a result? It does if the result, rounded as if exponents had no lower end, lies below the smallest normal
-// number (IEEE 754's tininess after rounding; an H200 does so). `half_unit`: half of the last digit just below 1.
+// Does .ftz flush a result? It does if the result, rounded as if exponents had no lower end, lies below the smallest
+// normal number (IEEE 754's tininess after rounding; an H200 does so). `half_unit`: half of the last digit just below
+// 1.
 inline bool flushes(double exact, double smallest, double half_unit, Round round) {
   const double size = std::fabs(exact);
   if (round == Round::rn || round == Round::rna) return size < smallest * (1 - half_unit);

@@ -65,8 +65,8 @@ double decode(uint64_t bits, const Format& format);
 // negative results, and -0, become +0.
 uint64_t encode(double value, const Format& format, Round round, bool satfinite = false, bool relu = false);
 
-// tf32 in its 32-bit container: f32 with the low 13 mantissa bits zero. NaN gives 0x7fffe000, except that rna only clears
-// the low bits of a NaN.
+// tf32 in its 32-bit container: f32 with the low 13 mantissa bits zero. NaN gives 0x7fffe000, except that rna only
+// clears the low bits of a NaN.
 uint32_t encode_tf32(float value, Round round, bool satfinite = false, bool relu = false);
 
 // ue8m0: an unsigned power of two, 2^(bits - 127); 0xff is NaN. The sign of `value` is dropped. Only rz and rp exist.
@@ -165,8 +165,8 @@ enum class Op64 : uint8_t { add, sub, mul, fma, div, rcp, sqrt, min, max };
 void arith_f64(Op64 op, const uint64_t* a, const uint64_t* b, const uint64_t* c, uint64_t* d, int n, Round round);
 
 // ---- lanes: f16 and bf16 ------------------------------------------------------------------------
-// One value in the low half of a register (packed = false) or one in each half. All round to nearest even, the only mode
-// PTX has for them.
+// One value in the low half of a register (packed = false) or one in each half. All round to nearest even, the only
+// mode PTX has for them.
 
 struct HalfMode {
   bool bf16 = false;

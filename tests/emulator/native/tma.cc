@@ -335,8 +335,8 @@ void reduce(Reduction op, ReduceType type, uint8_t* destination, const uint8_t* 
 
 // ---- C interface -------------------------------------------------------------------------------
 
-/// Fills the 128 bytes at `out` as cuTensorMapEncodeTiled would. Returns 0, or 1 with a text in `message` that names the
-/// bad argument. `strides` has rank - 1 entries.
+/// Fills the 128 bytes at `out` as cuTensorMapEncodeTiled would. Returns 0, or 1 with a text in `message` that names
+/// the bad argument. `strides` has rank - 1 entries.
 extern "C" __attribute__((visibility("default"))) int emu_tensor_map(
     char* out, int type, int rank, uint64_t base, const uint64_t* dims, const uint64_t* strides, const uint32_t* box,
     const uint32_t* element_strides, int swizzle, int nan_fill, char* message, uint64_t message_bytes) {
