@@ -253,6 +253,19 @@ def test_a_wait_that_misses_its_phase() -> None:
     LOOK: {wait(0, "W")} END:"""
     with expect_fault("phase_alias", "still waits for phase 0", at="mbarrier.arrive"):
         run(body, np.zeros(1), threads=64, declare=BAR)
+    # The same with tests that return at once: found when the thread looks again.
+    with expect_fault("phase_alias", "still waits for phase 0"):
+        run(body.replace("try_wait", "test_wait"), np.zeros(1), threads=64, declare=BAR)
+
+
+def test_an_abandoned_test_is_no_fault() -> None:
+    body = f"""{init(1)} mbarrier.test_wait.parity.shared.b64 p0, [r20], 0; bar.sync 0;
+    @p10 mbarrier.arrive.shared.b64 _, [r20]; {wait(0, "W0")} bar.sync 0;
+    @p10 mbarrier.arrive.shared.b64 _, [r20]; {wait(1, "W1")} bar.sync 0;
+    @p10 mbarrier.arrive.shared.b64 _, [r20]; bar.sync 0; mbarrier.test_wait.parity.shared.b64 p0, [r20], 0;
+    selp.u32 r0, 1, 0, p0;"""
+    for schedule in SCHEDULES:
+        np.testing.assert_array_equal(outputs(body, threads=64, declare=BAR, schedule=schedule), 1)
 
 
 def test_waiting_by_a_state_two_phases_old() -> None:

@@ -378,14 +378,19 @@ Step run_wait(Warp& w, const Instruction& in, uint32_t mask) {
       first_parity = parity;
     }
   }
+  const bool blocks = !all && data.blocking && !fragment.timed_out;
   bool surprise = all && cluster.grid->config.spurious_wait > 0 && data.blocking && cluster.random.unit() < cluster.grid->config.spurious_wait;
-  // Every blocked lane is remembered by its barrier: if the phase after the awaited one completes before it looks again,
-  // its parity could no longer tell (Fault::phase_alias).
+  // Every lane that is told "not yet" is remembered by its barrier: if the phase after the awaited one completes before it
+  // looks again for the same parity, that parity could no longer tell (Fault::phase_alias).
   for (uint32_t rest = mask; rest; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
     uint32_t offset;
     Cta& cta = barrier_of(w, data, lane, false, &offset);
     Mbarrier& barrier = cta.barriers.at(cta, offset);
+    const uint32_t parity = data.parity ? w.r32(data.value)[lane] : static_cast<uint32_t>(w.r64(data.value)[lane] >> 20 & 1);
+    for (const Mbarrier::Waiter& waiter : barrier.waiters)
+      if (waiter.warp == &w && (waiter.mask >> lane & 1) && waiter.parity == parity && waiter.line == w.line && waiter.phase + 2 <= barrier.phase)
+        MbarrierTable::missed(cta, offset, barrier, waiter);
     forget_waiter(barrier, w, 1u << lane);
     if (done >> lane & 1) {
       if (!surprise) {
@@ -397,12 +402,13 @@ Step run_wait(Warp& w, const Instruction& in, uint32_t mask) {
     }
     Mbarrier::Waiter* entry = nullptr;
     for (auto& waiter : barrier.waiters)
-      if (waiter.warp == &w && waiter.phase == barrier.phase && waiter.line == w.line) entry = &waiter;
+      if (waiter.warp == &w && waiter.phase == barrier.phase && waiter.line == w.line && waiter.parity == parity && waiter.blocked == blocks)
+        entry = &waiter;
     if (entry) entry->mask |= 1u << lane;
-    else barrier.waiters.push_back({&w, 1u << lane, barrier.phase, w.line});
+    else barrier.waiters.push_back({&w, 1u << lane, barrier.phase, parity, w.line, blocks});
     if (!fragment.timed_out) ++barrier.stalls;
   }
-  if (!all && data.blocking && !fragment.timed_out) {
+  if (blocks) {
     return w.block(Wait::Kind::mbarrier, "", first_cta->address(first_offset), first_parity, true);
   }
   fragment.timed_out = false;

@@ -66,19 +66,23 @@ Mbarrier& MbarrierTable::at(const Cta& cta, uint32_t offset) {
   return it->second;
 }
 
+void MbarrierTable::missed(const Cta& cta, uint32_t offset, const Mbarrier& barrier, const Mbarrier::Waiter& waiter) {
+  fail(Fault::phase_alias,
+       "mbarrier at shared offset 0x%x of CTA rank %u is beyond phase %llu while warp %d of CTA rank %u (line %d) still waits for "
+       "phase %llu: its parity can no longer be told apart",
+       offset, cta.rank, static_cast<unsigned long long>(barrier.phase), waiter.warp->index, waiter.warp->cta->rank, waiter.line,
+       static_cast<unsigned long long>(waiter.phase));
+}
+
 void MbarrierTable::settle(Cta& cta, uint32_t offset, Mbarrier& barrier) {
   cta.cluster->touch();
   if (barrier.pending != 0 || barrier.tx != 0) return;
-  // Lanes that were told to go on waiting in an earlier phase and have not looked since would now see the parity of
-  // a later phase: the wait missed its phase.
-  for (const Mbarrier::Waiter& waiter : barrier.waiters) {
-    if (waiter.phase + 1 > barrier.phase) continue;
-    fail(Fault::phase_alias,
-         "mbarrier at shared offset 0x%x of CTA rank %u completes phase %llu while warp %d of CTA rank %u (line %d) still waits for "
-         "phase %llu: its parity can no longer be told apart",
-         offset, cta.rank, static_cast<unsigned long long>(barrier.phase), waiter.warp->index, waiter.warp->cta->rank, waiter.line,
-         static_cast<unsigned long long>(waiter.phase));
-  }
+  // Lanes that still block on an earlier phase would now see the parity of a later one: the wait missed its phase.
+  auto& waiters = barrier.waiters;
+  for (const Mbarrier::Waiter& waiter : waiters)
+    if (waiter.blocked && waiter.phase + 1 <= barrier.phase) missed(cta, offset, barrier, waiter);
+  // Those that went on are judged when they look again (see run_wait); entries that nobody will ask for are dropped.
+  waiters.erase(std::remove_if(waiters.begin(), waiters.end(), [&](const Mbarrier::Waiter& w) { return w.phase + 64 < barrier.phase; }), waiters.end());
   ++barrier.phase;
   barrier.pending = barrier.expected;
   barrier.waited = false;

@@ -22,11 +22,14 @@ struct Mbarrier {
   uint64_t phase = 0;         // completed phases
   int init_line = 0;
   bool waited = false;        // a wait has seen the last completed phase
+  /// Lanes that were told "not yet" while `phase` was the current one.
   struct Waiter {
     Warp* warp;
-    uint32_t mask;            // lanes that were told "not yet" while this phase was the current one
+    uint32_t mask;
     uint64_t phase;
+    uint32_t parity;
     int line;
+    bool blocked;             // inside try_wait; else it returned false and the thread has gone on
   };
   std::vector<Waiter> waiters;
   uint64_t waits = 0, stalls = 0;   // statistics
@@ -51,6 +54,9 @@ class MbarrierTable {
   /// True if the phase of that parity is complete, i.e. the current phase has the other parity.
   static bool passed(const Mbarrier& barrier, uint32_t parity) { return (barrier.phase & 1) != (parity & 1); }
   const std::unordered_map<uint32_t, Mbarrier>& all() const { return table_; }
+
+  /// Raises phase_alias for a wait that came too late.
+  [[noreturn]] static void missed(const Cta& cta, uint32_t offset, const Mbarrier& barrier, const Mbarrier::Waiter& waiter);
 
  private:
   void settle(Cta& cta, uint32_t offset, Mbarrier& barrier);
