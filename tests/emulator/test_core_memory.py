@@ -171,6 +171,16 @@ def test_mapa_and_cluster_addresses() -> None:
     np.testing.assert_array_equal(got.T, [me ^ 32, me ^ 32, 1 - me // 32 % 2, np.zeros(128)])
 
 
+def test_bulk_zeroing() -> None:
+    body = """mov.u32 r9, stage; mov.b64 d1, 24; mov.u64 d3, stage; cvta.shared.u64 d3, d3; setp.eq.u32 p0, %t, 0;
+    @p0 st.bulk.weak.shared::cta [r9+8], d1, 0; @p0 st.bulk [d3+48], d1, 0; bar.warp.sync -1;
+    mad.lo.u32 r10, %t, 4, r9; ld.shared.u32 r0, [r10];"""
+    got = outputs(body, declare=".shared .align 16 .b8 stage[128];")[:, 0]
+    zero = np.zeros(32, bool)
+    zero[2:8] = zero[12:18] = True
+    np.testing.assert_array_equal(got == 0, zero)
+
+
 def test_overlapping_arrays_share_memory_and_offsets_reach_the_whole() -> None:
     base = np.zeros(64, np.uint32)
     text = module("st.global.u32 [%a], 1; ld.global.u32 r1, [%b+-4]; st.global.u32 [%b], r1;", ("a", "b"))
@@ -201,6 +211,7 @@ FAULTS = [
     ("out_of_bounds", "not of the thread's own CTA", "mov.u32 r0, 0x1000400; ld.shared.u32 r1, [r0];", {}),
     ("out_of_bounds", "local address", "ld.local.u32 r0, [depot+16];", {"declare": ".local .b32 depot[4];"}),
     ("read_only", "the kernel's parameters", "mov.b64 d1, out_param; st.u32 [d1], 1;", {}),
+    ("misaligned", "multiples of 8", "mov.b64 d1, 12; mov.u32 r0, 1024; st.bulk.shared::cta [r0], d1, 0;", {}),
     ("illegal_operand", "not in that space", "cvta.to.shared.u64 d1, %out;", {}),
     (
         "out_of_bounds",

@@ -467,6 +467,46 @@ void decode_getctarank(Decoder& d, const Statement& s, Modifiers& m, Instruction
   in.exec = type == Type::u32 ? run_getctarank<uint32_t> : run_getctarank<uint64_t>;
 }
 
+// ---------------------------------------------------------------- st.bulk
+
+// st.bulk: zeros a range of shared memory. slot 0: size (64 bits); flags: shared::cta (else generic).
+Step run_st_bulk(Warp& w, const Instruction& in, uint32_t mask) {
+  const AccessData& a = in.as<AccessData>();
+  for (uint32_t rest = mask; rest; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    uint64_t address = w.address(a.address, lane), size = w.r64(in.slot[0])[lane];
+    if (a.space == Space::generic) {
+      if (address < kSharedWindow || address >= kSharedWindow + (1ull << 32))
+        fail_lane(lane, Fault::illegal_operand, "st.bulk to generic address 0x%llx, which is not shared memory", static_cast<unsigned long long>(address));
+      address -= kSharedWindow;
+    }
+    if ((address | size) & 7)
+      fail_lane(lane, Fault::misaligned, "st.bulk of %llu bytes at shared address 0x%llx; both must be multiples of 8",
+                static_cast<unsigned long long>(size), static_cast<unsigned long long>(address));
+    if (size == 0) continue;
+    uint32_t offset;
+    Cta& cta = w.cta->cluster->shared_cta(address, &offset);
+    if (&cta != w.cta) fail_lane(lane, Fault::out_of_bounds, "st.bulk to shared memory of CTA rank %u, not the own", cta.rank);
+    uint8_t* to = cta.shared_at(offset, size, "st.bulk");
+    cta.check_barriers(offset, size, "st.bulk");
+    std::memset(to, 0, size);
+  }
+  w.cta->cluster->touch();
+  return Step::next;
+}
+
+void decode_st_bulk(Decoder& d, const Statement& s, Modifiers& m, Instruction& in) {
+  auto data = std::make_unique<AccessData>();
+  m.take("weak");
+  data->space = m.take("shared::cta") ? Space::shared_cta : Space::generic;
+  d.operand_count(s, 3, 3);
+  data->address = d.address(s.operands[0]);
+  in.slot[0] = d.source(s.operands[1], Type::u64);
+  if (d.immediate(s.operands[2]) != 0) unsupported(s, "st.bulk stores zeros only");
+  in.exec = run_st_bulk;
+  d.keep(in, std::move(data));
+}
+
 // ---------------------------------------------------------------- prefetch and cache control
 
 Step run_nothing(Warp&, const Instruction&, uint32_t) { return Step::next; }
@@ -484,6 +524,15 @@ void decode_prefetchu(Decoder& d, const Statement& s, Modifiers& m, Instruction&
   m.take_one({"L1"}, -2);
   d.operand_count(s, 1, 1);
   d.address(s.operands[0]);
+  in.exec = run_nothing;
+}
+
+void decode_discard(Decoder& d, const Statement& s, Modifiers& m, Instruction& in) {
+  m.take("global");
+  m.take_one({"L2"}, -2);
+  d.operand_count(s, 2, 2);
+  d.address(s.operands[0]);
+  d.immediate(s.operands[1]);
   in.exec = run_nothing;
 }
 
@@ -522,9 +571,9 @@ void decode_createpolicy(Decoder& d, const Statement& s, Modifiers& m, Instructi
 }
 
 const Family registered[] = {
-    {"ld", decode_load_store}, {"ldu", decode_load_store}, {"st", decode_load_store}, {"atom", decode_atomic}, {"red", decode_atomic},
+    {"st.bulk", decode_st_bulk}, {"ld", decode_load_store}, {"ldu", decode_load_store}, {"st", decode_load_store}, {"atom", decode_atomic}, {"red", decode_atomic},
     {"cvta", decode_cvta}, {"isspacep", decode_isspacep}, {"mapa", decode_mapa}, {"getctarank", decode_getctarank},
-    {"prefetch", decode_prefetch}, {"prefetchu", decode_prefetchu}, {"applypriority", decode_applypriority}, {"createpolicy", decode_createpolicy},
+    {"prefetch", decode_prefetch}, {"prefetchu", decode_prefetchu}, {"discard", decode_discard}, {"applypriority", decode_applypriority}, {"createpolicy", decode_createpolicy},
 };
 
 }  // namespace
