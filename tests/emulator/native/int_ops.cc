@@ -71,7 +71,7 @@ struct SubSat { template <class T> T operator()(T a, T b) const {
   int64_t s = static_cast<int64_t>(a) - static_cast<int64_t>(b);
   return static_cast<T>(std::min<int64_t>(std::max<int64_t>(s, INT32_MIN), INT32_MAX)); } };
 struct MadHiSat { template <class T> T operator()(T a, T b, T c) const { return AddSat()(high_product(a, b), c); } };
-// Division by zero gives all ones on the hardware (the ISA leaves it unspecified); the remainder is then the dividend.
+// Division by zero, which the ISA leaves unspecified, gives all ones; the remainder is then the dividend.
 struct Div { template <class T> T operator()(T a, T b) const {
   if (b == 0) return static_cast<T>(~static_cast<T>(0));
   if (std::is_signed_v<T> && b == static_cast<T>(-1)) return Sub()(static_cast<T>(0), a);
