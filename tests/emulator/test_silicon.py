@@ -15,6 +15,12 @@ from emulator.silicon import all_cases
 from emulator.silicon.micro import Map, Micro, Pointer
 
 RECORDED = pathlib.Path(__file__).parent / "silicon" / "h200.npz"
+# added or changed since the last visit to a GPU
+AWAITED = {name for name in (case.name for case in all_cases()) if name.startswith(("tma_ragged", "tma_even"))} | {
+    "tma_load_2d_offset",
+    "tma_load_permuted_strides",
+    "tma_strides_2_1",
+}
 CASES = {case.name: case for case in all_cases()}
 FLOATS = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -26,9 +32,9 @@ def recorded() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def errors(recorded: dict[str, np.ndarray]) -> dict[str, str]:
-    """What the GPU refused, by name of the micro kernel."""
-    return json.loads(recorded["about"].tobytes())["errors"]
+def about(recorded: dict[str, np.ndarray]) -> dict[str, dict[str, str]]:
+    """The device; what the GPU refused ("errors") and which version ran ("digests"), by name of the micro kernel."""
+    return json.loads(recorded["about"].tobytes())
 
 
 def launch(case: Micro, schedule: emulator.Schedule) -> dict[str, np.ndarray]:
@@ -69,8 +75,10 @@ def differences(case: Micro, got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("name", CASES)
-def test_as_on_silicon(name: str, recorded: dict[str, np.ndarray], errors: dict[str, str]):
-    case = CASES[name]
+def test_as_on_silicon(name: str, recorded: dict[str, np.ndarray], about: dict[str, dict[str, str]]):
+    if name in AWAITED:
+        pytest.skip("not recorded yet")
+    case, errors = CASES[name], about["errors"]
     schedule = emulator.Schedule(seed=len(name), async_="random", spurious_wait=0.1)
     if name in errors:
         assert "CUDA_ERROR_ILLEGAL" in errors[name], errors[name]
@@ -91,14 +99,19 @@ def _per_word(case: Micro) -> int:
     return 2 if case.max_ulp and case.ulp_dtype != "f32" else 1
 
 
-def test_every_micro_kernel_was_recorded(recorded: dict[str, np.ndarray], errors: dict[str, str]):
+def test_every_micro_kernel_was_recorded_as_it_is_now(
+    recorded: dict[str, np.ndarray], about: dict[str, dict[str, str]]
+):
     have = {key.split("/")[0] for key in recorded} - {"about"}
-    assert have | set(errors) == set(CASES)
+    want = set(CASES) - AWAITED
+    assert (have | set(about["errors"])) - AWAITED == want
     assert len(have) >= 40
+    changed = [name for name in want if about["digests"][name] != CASES[name].digest()]
+    assert not changed, "record these again with silicon/record.py --merge"
 
 
 def test_recorded_outputs_are_not_the_initial_content(recorded: dict[str, np.ndarray]):
     """A kernel that wrote nothing would agree with an emulator that does nothing."""
     for name, case in CASES.items():
-        if f"{name}/{case.outputs[0]}" in recorded:
+        if f"{name}/{case.outputs[0]}" in recorded and name not in AWAITED:
             assert any(np.any(recorded[f"{name}/{o}"] != case.buffers[o]) for o in case.outputs), name

@@ -3,6 +3,7 @@
 Only numpy is used here, because `record.py` runs on machines that have nothing else.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,6 +89,14 @@ class Micro:
     max_ulp: float = 0.0
     ulp_dtype: str = "f32"
     absolute: float = 0.0
+
+    def digest(self) -> str:
+        """Of everything that decides the results, so that a record of another version is noticed."""
+        state = hashlib.sha256(self.ptx.encode())
+        state.update(repr((list(self.params), self.grid, self.block, self.cluster)).encode())
+        for name, array in self.buffers.items():
+            state.update(name.encode() + array.tobytes())
+        return state.hexdigest()[:16]
 
 
 def poison(count: int, dtype: type = np.uint32) -> np.ndarray:

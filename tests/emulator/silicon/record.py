@@ -229,14 +229,16 @@ def record(out: pathlib.Path, names: list[str] | None, budget: float, merge: pat
                     arrays |= {f"{name}/{key}": data[key] for key in data.files}
         description = json.loads((folder / "device.json").read_text()) if (folder / "device.json").exists() else {}
     ran = len(todo) - len(errors)
+    digests = {case.name: case.digest() for case in all_cases() if case.name in todo}
     if merge:
         known = {case.name for case in all_cases()} - set(todo)
         with np.load(merge) as old:
             arrays = {k: old[k] for k in old.files if k.split("/")[0] in known} | arrays
             before = json.loads(old["about"].tobytes())
         errors = {name: text for name, text in before["errors"].items() if name in known} | errors
+        digests = {name: text for name, text in before["digests"].items() if name in known} | digests
         description = description or before["device"]
-    about = {"device": description, "errors": errors}
+    about = {"device": description, "errors": errors, "digests": digests}
     arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     np.savez_compressed(out, **arrays)  # pyright: ignore[reportArgumentType]
     seconds = time.monotonic() - start
