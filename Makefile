@@ -7,13 +7,25 @@ BIN := $(VENV)/bin
 # CMake and the C++ compiler come from the system; everything else from the package index.
 SOURCES := pyproject.toml $(wildcard ffi/*)
 
-.PHONY: demo test lint bench wheel clean emulator env-examples env-test env-lint
+.PHONY: demo test test-emulator-long lint bench bench-emulator wheel clean emulator env-examples env-test env-lint
 
 demo: env-examples
 	$(BIN)/python examples/train_lm.py
 
 test: env-test emulator
-	$(BIN)/python -m pytest -m "$(SELECT)"
+	$(BIN)/python -m pytest -m "$(SELECT)" --numprocesses 2 --dist loadfile
+
+# Random cases beyond what every run has; about an hour on two cores.
+test-emulator-long: env-test emulator
+	$(BIN)/python -m pytest -m long -q
+
+# Timings; on a GPU those of the kernels too.
+bench: env-test
+	$(BIN)/python benchmarks/xla_memory.py
+	$(BIN)/python benchmarks/delta.py
+
+bench-emulator: env-test emulator
+	$(BIN)/python benchmarks/emulator.py
 
 # The PTX emulator that tests run kernels in.
 emulator:

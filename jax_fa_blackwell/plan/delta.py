@@ -82,9 +82,9 @@ class DeltaConfig:
       blocks_per_sm: blocks that share an SM, and the factor of the persistent grid.
     """
 
-    tile_bytes: int = 16384
-    ring_bytes: int = 98304
-    blocks_per_sm: int = 2
+    tile_bytes: int = 8192
+    ring_bytes: int = 65536
+    blocks_per_sm: int = 3
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():

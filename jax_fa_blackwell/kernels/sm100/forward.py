@@ -61,6 +61,7 @@ OUTPUT_COLUMN = 256  # first column of the output accumulators; the score tiles 
 THREADS = 512
 CORRECTION_WARP, MMA_WARP, LOAD_WARP, CLEAN_WARP = 8, 12, 13, 14
 SOFTMAX_REGISTERS = {1: 232, 2: 200}  # by query tiles; with 80 for correction and 32 for the others within the SM's
+LN_2_HIGH, LN_2_LOW = 0.693147182464599609375, -1.9046542121259336e-09
 RESCALE_THRESHOLD = 8.0  # log2 units that the running maximum may lag behind
 INFINITY = float("inf")
 POLYNOMIAL_EVERY = {"sm_100a": 4, "sm_103a": 0}  # of so many pairs of exponentials one is a polynomial; 0: none
@@ -412,7 +413,7 @@ class ForwardKernel:
                 if (maximum - previous) * p.scale <= RESCALE_THRESHOLD:
                     maximum = previous
                 rescale = ptx.ex2((previous - maximum) * p.scale)
-                shift = maximum * p.scale
+                shift = maximum
                 if maximum == -INFINITY:
                     rescale, shift = Float32(1.0), Float32(0.0)
                 if index > 0:
@@ -427,7 +428,8 @@ class ForwardKernel:
                 for part in cutlass.range_constexpr(KEYS // 64):
                     packed = []
                     for pair in cutlass.range_constexpr(32 * part, 32 * part + 32):
-                        x = ptx.fma2((s[2 * pair], s[2 * pair + 1]), (p.scale, p.scale), (-shift, -shift))
+                        # The difference first: it is exact near the maximum, whose weight is then exactly 1.
+                        x = ptx.mul2(ptx.sub2((s[2 * pair], s[2 * pair + 1]), (shift, shift)), (p.scale, p.scale))
                         every = self.config.polynomial_every
                         if cutlass.const_expr(every > 0 and pair % max(every, 1) == every - 1):
                             x = exp2_polynomial(x)
@@ -555,20 +557,25 @@ class ForwardKernel:
     @cute.jit
     def finish(self, p, lse: cute.Pointer, sinks: cute.Pointer, total, maximum, batch, row, head, first_slice):
         """Writes the row's log-sum-exp; returns the factor that makes the accumulator the output."""
-        top = maximum * p.scale  # log2 units
         factor = ptx.rcp(total)
+        peak = maximum * p.scale  # log2 units
+        remainder = ptx.fma(maximum, p.scale, -peak)
+        sink = Float32(-INFINITY)
         if p.has_sinks != 0:
-            sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[batch * p.heads + head] * LOG2_E
-            new_top = cute.arch.fmax(top, sink)
-            shrink = ptx.ex2(top - new_top)
-            total = total * shrink + ptx.ex2(sink - new_top)
-            factor = shrink * ptx.rcp(total)
-            top = new_top
+            sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[batch * p.heads + head]
+            sink_peak = sink * LOG2_E
+            if sink_peak > peak:
+                shrink = ptx.ex2(peak - sink_peak)
+                total = total * shrink + 1.0
+                factor = shrink * ptx.rcp(total)
+                peak, remainder = sink_peak, ptx.fma(sink, LOG2_E, -sink_peak)
+            else:
+                total = total + ptx.ex2(sink_peak - peak)
+                factor = ptx.rcp(total)
+        # peak * ln 2 in two parts: the LSE of great scores keeps its last bits.
+        value = ptx.fma(peak, LN_2_HIGH, ptx.fma(peak, LN_2_LOW, cute.math.log(total) + remainder * LN_2_HIGH))
         if maximum == -INFINITY:
-            factor = Float32(0.0)
-        value = (top + ptx.lg2(total)) * 0.6931471805599453
-        if total == 0.0:
-            value = Float32(-INFINITY)
+            factor, value = Float32(0.0), sink
         if (row < p.query_length) & (first_slice == 0):
             cute.make_tensor(lse, cute.make_layout(1 << 30))[(batch * p.query_length + row) * p.heads + head] = value
         return factor

@@ -1,0 +1,170 @@
+"""The Blackwell attention kernels in the emulator: their PTX, and calls through their launch plans."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import hashlib
+import pathlib
+from typing import Any
+
+import numpy as np
+from attention_cases import Arrays, Case, visibility
+
+import emulator
+from jax_fa_blackwell import cuda, export
+from jax_fa_blackwell.kernels import registry
+from jax_fa_blackwell.masks import MaskArguments, kv_intervals
+from jax_fa_blackwell.plan import forward as forward_plan
+from jax_fa_blackwell.plan.launch import LaunchPlan
+from jax_fa_blackwell.plan.slices import ROWS
+from jax_fa_blackwell.plan.spec import AttentionSpec
+from jax_fa_blackwell.plan.target import get_target
+
+CACHE = pathlib.Path(__file__).resolve().parents[2] / "build" / "emulator-kernels"
+VARIANTS = registry.SETS["forward"] + registry.SETS["backward"]
+
+
+@functools.cache
+def kernel_text(name: str, arch: str) -> str:
+    """The PTX of a variant, kept under build/."""
+    variant = registry.get_variant(name)
+    tools = hashlib.sha256(repr(export.toolchain()).encode()).hexdigest()[:16]
+    path = CACHE / f"{name}-{arch}-{variant.source_hash(arch)[:24]}-{tools}.ptx"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        compiled = export.compile_variant(variant, arch)
+        path.with_suffix(".tmp").write_text(compiled.ptx)
+        path.with_suffix(".tmp").replace(path)
+    return path.read_text()
+
+
+def prepare(arch: str = "sm_100a") -> None:
+    """Compiles all variants, two at a time."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: kernel_text(name, arch), VARIANTS))
+
+
+def _find(name: str, arch: str) -> tuple[str, str, str]:
+    """What a plan needs of a cubin; the PTX stands for it, found by the variant's name."""
+    return name, hashlib.sha256(kernel_text(name, arch).encode()).hexdigest(), f"{name}_0"
+
+
+def run(make_plan: cuda.MakePlan, spec: AttentionSpec, arrays, arch: str = "sm_100a", **options):
+    """The results of a call as flat bytes, and the emulator's report."""
+    plan = make_plan(spec, arch, _find)  # pyright: ignore[reportCallIssue]
+    return run_launch_plan(plan, arrays, arch, **options)
+
+
+def run_launch_plan(plan: LaunchPlan, arrays, arch: str = "sm_100a", **options):
+    """As ``run`` with the plan given."""
+    return emulator.run_plan(plan, arrays, ptx=lambda launch: kernel_text(launch.kernel, arch), arch=arch, **options)
+
+
+def make_spec(case: Case, dtype: Any) -> AttentionSpec:
+    """The call as static data, as flash_attention makes it."""
+    x = case.shape
+    window = case.option("local_window_size")
+    left, right = window if isinstance(window, tuple) else (window, window)
+    if case.option("is_causal"):
+        right = 0 if right is None else min(right, 0)
+    bottom_right = case.option("causal_alignment") == "bottom_right"
+    intervals = kv_intervals(MaskArguments(x.B, x.T, x.S, left, right, bottom_right))
+    form = "rows" if case.lengths or case.segments else intervals.form
+    affine = form == "affine"
+    return AttentionSpec(
+        x.B,
+        x.T,
+        x.S,
+        x.N,
+        x.K,
+        x.H,
+        x.Hv,
+        np.dtype(dtype).name,
+        case.option("scale") or x.H**-0.5,
+        form,
+        intervals.lower if affine else 0,
+        intervals.upper if affine else 0,
+        logits_soft_cap=case.option("logits_soft_cap"),
+        has_sinks=case.sinks,
+    )
+
+
+def _intervals(visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First column seen and one past the last, int32 [B, rows], from bool [B, rows, columns]; (columns, 0) if none."""
+    columns = visible.shape[2]
+    seen = visible.any(2)
+    low = np.where(seen, visible.argmax(2), columns)
+    high = np.where(seen, columns - visible[:, :, ::-1].argmax(2), 0)
+    return low.astype(np.int32), high.astype(np.int32)
+
+
+def _blocks(low: np.ndarray, high: np.ndarray, rows: int) -> np.ndarray:
+    starts = range(0, low.shape[1], rows)
+    first = np.stack([low[:, at : at + rows].min(1) for at in starts], 1) // ROWS
+    end = -(-np.stack([high[:, at : at + rows].max(1) for at in starts], 1) // ROWS)
+    return np.stack([first, end], 2).astype(np.int32)
+
+
+def forward(case: Case, inputs: Arrays, **options) -> tuple[np.ndarray, np.ndarray, emulator.Report]:
+    """Output, LSE [B, T, N] and the report."""
+    x, dtype = case.shape, inputs["query"].dtype
+    spec = make_spec(case, dtype)
+    arrays = [inputs["query"], inputs["key"], inputs["value"]]
+    if spec.mask_form == "rows":
+        visible = visibility(case, inputs)[:, 0]
+        low, high = _intervals(visible)
+        rows = forward_plan.plan_forward(spec, get_target("sm_100a")).group_rows
+        arrays += [low, high, _blocks(low, high, rows), *_intervals(visible.swapaxes(1, 2))]
+    if case.sinks:
+        arrays.append(np.broadcast_to(inputs["sinks"].astype(np.float32), (x.B, x.N)))
+    (out, lse), report = run(cuda.make_forward_plan, spec, arrays, **options)
+    return out.view(dtype).reshape(x.B, x.T, x.N, x.Hv), lse.view(np.float32).reshape(x.B, x.T, x.N), report
+
+
+def backward(case: Case, inputs: Arrays, out, lse, cotangents, **options) -> tuple[Arrays, emulator.Report]:
+    """Gradients of query, key, value and sinks, and the report."""
+    dtype = inputs["query"].dtype
+    spec = make_spec(case, dtype)
+    products = cotangents[0].astype(np.float32) * out.astype(np.float32)
+    delta = (products.sum(-1) - cotangents[1].astype(np.float32)).swapaxes(1, 2)
+    lse = np.ascontiguousarray(lse.swapaxes(1, 2))
+    arrays = [inputs["query"], inputs["key"], inputs["value"], cotangents[0], lse, delta]
+    if spec.mask_form == "rows":
+        visible = visibility(case, inputs)[:, 0]
+        for side in (visible, visible.swapaxes(1, 2)):
+            low, high = _intervals(side)
+            arrays += [low, high, _blocks(low, high, ROWS)]
+    results, report = run(cuda.make_backward_plan, spec, arrays, **options)
+    names = ("query", "key", "value")
+    gradients = {
+        f"d_{name}": array.view(dtype).reshape(inputs[name].shape) for name, array in zip(names, results, strict=True)
+    }
+    if case.sinks:
+        sinks = inputs["sinks"].astype(np.float32)[:, None]
+        delta = np.where(lse <= sinks, -cotangents[1].swapaxes(1, 2), delta)
+        gradients["d_sinks"] = -np.sum(np.exp(sinks - lse) * delta, axis=(0, 2), dtype=np.float32)
+    return gradients, report
+
+
+def evaluate(case: Case, inputs: Arrays, cotangents, **options) -> dict[str, np.ndarray]:
+    """All results of a case, forward and backward, as attention_cases.check_results takes them."""
+    out, lse, _ = forward(case, inputs, **options)
+    gradients, _ = backward(case, inputs, out, lse, cotangents, **options)
+    return {"out": out, "lse": lse, **gradients}
+
+
+def tensor_core_einsum(equation: str, query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Scores as a tensor core sums them: exactly within 16 head dims, then truncated to float32.
+
+    Its window has one bit more than float32, so this is the yardstick of any computation on the hardware, not of the
+    kernel alone.
+    """
+    total = np.zeros(())
+    for first in range(0, query.shape[-1], 16):
+        part = slice(first, first + 16)
+        total = total + np.einsum(equation, query[..., part].astype(np.float64), key[..., part].astype(np.float64))
+        rounded = total.astype(np.float32)
+        total = np.where(np.abs(rounded) > np.abs(total), np.nextafter(rounded, np.float32(0)), rounded)
+        total = total.astype(np.float64)
+    return total.astype(np.float32)

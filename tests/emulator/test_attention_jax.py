@@ -1,0 +1,186 @@
+"""flash_attention on an emulated GPU: choice of the kernels, plans, masks, gradients, vmap, Flax."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from emulator import attention_kernels
+from jax_fa_blackwell import attention, cuda, export, flash_attention, linen
+
+pytestmark = [
+    pytest.mark.emulator,
+    pytest.mark.skipif(export.toolchain() is None, reason="the kernel DSL is not installed"),
+]
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """A machine whose GPU is an emulated B200; returns the list of launched plans' names."""
+    attention_kernels.prepare()
+    launched = []
+
+    def execute(make_plan, spec, arrays, results, fallback, fallback_arguments):
+        del fallback, fallback_arguments
+
+        def call(*arrays):
+            launched.append(make_plan.__name__)
+            flat, _ = attention_kernels.run(make_plan, spec, [np.asarray(array) for array in arrays])
+            return tuple(
+                array.view(result.dtype).reshape(result.shape) for array, result in zip(flat, results, strict=True)
+            )
+
+        return jax.pure_callback(call, tuple(results), *arrays)
+
+    monkeypatch.setattr(cuda, "execute", execute)
+    monkeypatch.setattr(attention, "device_arch", lambda: "sm_100a")
+    return launched
+
+
+def make_inputs(B=2, T=70, S=90, N=4, K=2, H=72, Hv=64, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, Hv))
+    return tuple(jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes)
+
+
+def segments(length, *lengths):
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    return jnp.asarray(np.pad(ids, (0, length - len(ids)), constant_values=-1)[None].repeat(2, 0), jnp.int32)
+
+
+OPTIONS = {
+    "causal": {"is_causal": True},
+    "bottom right window": {"is_causal": True, "causal_alignment": "bottom_right", "local_window_size": (20, 0)},
+    "cap and sinks": {"logits_soft_cap": 5.0, "sinks": jnp.array([0.5, -1.0, 2.0, 0.0])},
+    "lengths": {"query_seq_lengths": jnp.array([70, 33]), "key_value_seq_lengths": jnp.array([90, 0])},
+    "segments": {
+        "query_segment_ids": segments(70, 30, 25),
+        "key_value_segment_ids": segments(90, 50, 25),
+        "is_causal": True,
+        "sinks": jnp.ones(4),
+    },
+}
+
+
+def losses(implementation, options):
+    """Value and gradients of a loss in output and LSE."""
+    fixed = {name: value for name, value in options.items() if name != "sinks"}
+
+    def loss(query, key, value, sinks):
+        out, lse = flash_attention(
+            query, key, value, sinks=sinks, return_lse=True, implementation=implementation, **fixed
+        )
+        seen = jnp.isfinite(lse)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.where(seen, lse, 0.0) ** 2)
+
+    arguments = (0, 1, 2, 3) if "sinks" in options else (0, 1, 2)
+    return jax.jit(jax.value_and_grad(loss, arguments))
+
+
+def assert_close(results, expected):
+    for got, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == wanted.dtype
+        got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
+        np.testing.assert_allclose(got, wanted, atol=0.02 * max(np.abs(wanted).max(), 1e-6), rtol=0)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_like_xla(emulated, name):
+    options = OPTIONS[name]
+    arguments = (*make_inputs(), options.get("sinks"))
+    results = losses(None, options)(*arguments)
+    assert emulated == ["make_forward_plan", "make_backward_plan"]
+    assert_close(results, losses("xla", options)(*arguments))
+
+
+def test_vmap_is_one_launch(emulated):
+    query, key, value = make_inputs()
+    query = jnp.stack([query, query[::-1], query * 2])
+    sinks = jnp.asarray(np.random.default_rng(1).standard_normal((3, 4)), jnp.float32)
+
+    def attend(implementation, query, sinks):
+        return flash_attention(query, key, value, sinks=sinks, is_causal=True, implementation=implementation)
+
+    def loss(implementation, query, sinks):
+        out = jax.vmap(functools.partial(attend, implementation))(query, sinks)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    results = jax.jit(jax.value_and_grad(functools.partial(loss, "cuda"), (0, 1)))(query, sinks)
+    assert emulated == ["make_forward_plan", "make_backward_plan"]
+    assert_close(results, jax.jit(jax.value_and_grad(functools.partial(loss, "xla"), (0, 1)))(query, sinks))
+
+
+def test_what_kernels_do_not_take(emulated):
+    query, key, value = make_inputs()
+    bias = jnp.zeros((1, 1, 70, 90))
+    with pytest.raises(NotImplementedError, match="bias and mask arrays"):
+        flash_attention(query, key, value, bias, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="head_dim must be a multiple of 8"):
+        flash_attention(query[..., :60], key[..., :60], value, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="dtype must be bfloat16 or float16"):
+        flash_attention(*(x.astype(jnp.float32) for x in (query, key, value)), implementation="cuda")
+    assert flash_attention(query, key, value, bias).shape == (2, 70, 4, 64)
+    assert not emulated
+
+
+def test_empty(emulated):
+    query, key, value = make_inputs(S=0)
+    out, lse = flash_attention(query, key, value, return_lse=True, implementation="cuda")
+    assert not np.asarray(out, np.float32).any()
+    assert np.isneginf(np.asarray(lse)).all()
+    assert not emulated
+
+
+class Model(nn.Module):
+    """Two layers of attention with a residual each."""
+
+    head_dim: int
+    implementation: str
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 64, dtype=jnp.bfloat16)(tokens)
+        for _ in range(2):
+            attend = linen.MultiHeadAttention(
+                num_heads=2,
+                num_kv_heads=1,
+                head_dim=self.head_dim,
+                dtype=jnp.bfloat16,
+            )
+            x = x + attend(nn.LayerNorm(dtype=jnp.bfloat16)(x), is_causal=True, implementation=self.implementation)
+        return nn.Dense(32, dtype=jnp.float32)(x)
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_training(emulated, head_dim):
+    """20 steps of a two-layer model: the loss follows that of the XLA path within bf16 noise."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (1, 1, 49)))
+
+    def train(implementation):
+        model, optimizer = Model(head_dim, implementation), optax.adam(1e-3)
+        params = model.init(jax.random.key(0), tokens[0, :, :-1])
+
+        def loss_of(params, tokens):
+            logits = model.apply(params, tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        @jax.jit
+        def step(params, state, tokens):
+            loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
+            updates, state = optimizer.update(gradients, state)
+            return optax.apply_updates(params, updates), state, loss
+
+        state, history = optimizer.init(params), []
+        for batch in tokens.repeat(20, 0):
+            params, state, loss = step(params, state, batch)
+            history.append(float(loss))
+        return np.array(history)
+
+    kernels, xla = train("cuda"), train("xla")
+    assert emulated.count("make_backward_plan") == 40
+    np.testing.assert_allclose(kernels, xla, rtol=0.01)
+    assert kernels[-1] < 0.7 * kernels[0]
