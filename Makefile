@@ -25,7 +25,7 @@ bench: env-test
 	$(BIN)/python benchmarks/delta.py
 
 bench-emulator: env-test emulator
-	$(BIN)/python benchmarks/emulator.py
+	$(BIN)/python benchmarks/emulator_speed.py
 
 # The PTX emulator that tests run kernels in.
 emulator:
