@@ -1,8 +1,8 @@
 """How fast the PTX emulator is on this machine: `make bench-emulator`.
 
 Rates of the interpreter on two loops (integer code, and the mix of a softmax), of the tensor core on one GEMM tile, and
-the time of the forward attention kernel of one head. Times are the best of several runs; the goal is a forward kernel of
-1024 x 1024, d = 128, in under 4 s on 2 cores.
+the time of the forward attention kernel of one head. Times are the best of several runs; the goal is a forward kernel
+of 1024 x 1024, d = 128, in under 4 s on 2 cores.
 """
 
 import argparse
