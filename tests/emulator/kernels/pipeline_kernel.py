@@ -97,6 +97,7 @@ class Pipeline:
             cute.arch.alloc_tmem(COLUMNS, holder)
         cute.arch.sync_threads()
         tmem = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, holder)
+        cute.arch.griddepcontrol_wait()  # A and B may come from the grid before; the set-up above need not wait for it
 
         tiles_n = (n + TILE[1] - 1) // TILE[1]
         tiles = (m + TILE[0] - 1) // TILE[0] * tiles_n
@@ -112,6 +113,7 @@ class Pipeline:
                 self.load(map_a, coordinates_a, map_b, coordinates_b, tile_a, tile_b, full, empty, work)
             if warp == 1:
                 self.multiply(tile_a, tile_b, tmem, full, empty, ready, free, block, blocks, tiles, k_tiles)
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         if warp == 0:
             cute.arch.relinquish_tmem_alloc_permit()
