@@ -71,4 +71,4 @@ def test_remat_that_saves_the_results_runs_no_forward_again(blackwell):
 def test_hopper_has_no_kernel_yet(monkeypatch):
     monkeypatch.setenv(lowering.ARCH_VARIABLE, "sm_90a")
     with pytest.raises(NotImplementedError, match="sm_90a has no Tensor Memory"):
-        lowered(attend)
+        lowered(lambda *arrays: attend(*arrays))  # a new function: JAX has traced attend before
