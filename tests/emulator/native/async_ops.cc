@@ -19,7 +19,7 @@ struct ThreadCopy : AsyncOp {
   std::shared_ptr<AsyncGroup> group;
   bool advance(Cluster&) override {
     uint8_t bytes[16] = {};
-    std::memcpy(bytes, from, valid);
+    if (valid) std::memcpy(bytes, from, valid);
     cta->check_barriers(offset, size, "cp.async");
     std::memcpy(cta->shared_at(offset, size, "cp.async"), bytes, size);
     --group->unread;

@@ -1,4 +1,5 @@
 // The C interface that tests/emulator/__init__.py calls through ctypes. Strings go out as malloc'd JSON.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -123,9 +124,9 @@ EXPORT char* emu_launch(void* handle, const EmuLaunch* launch, char** error) {
     };
     std::vector<uint8_t> params, globals;
     grid.params = aligned(params, launch->param_bytes);
-    std::memcpy(grid.params, launch->params, launch->param_bytes);
+    if (launch->param_bytes) std::memcpy(grid.params, launch->params, launch->param_bytes);
     grid.globals = aligned(globals, program.global_init.size());
-    std::memcpy(grid.globals, program.global_init.data(), program.global_init.size());
+    std::copy(program.global_init.begin(), program.global_init.end(), grid.globals);
     uint64_t p = reinterpret_cast<uint64_t>(grid.params), g = reinterpret_cast<uint64_t>(grid.globals);
     if (launch->param_bytes) grid.ranges.push_back({p, p + launch->param_bytes, false, "the kernel's parameters"});
     for (const Variable& v : program.variables)
