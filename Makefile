@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # CMake and the C++ compiler come from the system; everything else from the package index.
 SOURCES := pyproject.toml $(wildcard ffi/*)
 
-.PHONY: demo test test-emulator-long lint bench bench-emulator wheel clean emulator env-examples env-test env-lint
+.PHONY: demo test test-emulator-long test-emulator-sanitized lint bench bench-emulator wheel clean emulator env-examples env-test env-lint
 
 demo: env-examples
 	$(BIN)/python examples/train_lm.py
@@ -18,6 +18,15 @@ test: env-test emulator
 # Random cases beyond what every run has; about an hour on two cores.
 test-emulator-long: env-test emulator
 	$(BIN)/python -m pytest -m long -q
+
+# The emulator's own tests with its C++ under AddressSanitizer and UndefinedBehaviorSanitizer.
+test-emulator-sanitized: env-test
+	cmake -S tests/emulator/native -B build/emulator-sanitized -DCMAKE_BUILD_TYPE=Debug -DEMULATOR_SANITIZE=ON
+	cmake --build build/emulator-sanitized --parallel
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
+	EMULATOR_LIBRARY=build/emulator-sanitized/libptx_emulator.so $(BIN)/python -m pytest -q -m "not long" --capture=no \
+	$(wildcard tests/emulator/test_core_*.py tests/emulator/test_t*.py tests/emulator/test_bulk*.py tests/emulator/test_faults*.py \
+	tests/emulator/test_kernels*.py tests/emulator/test_silicon.py)
 
 # Timings; on a GPU those of the kernels too.
 bench: env-test
