@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from emulator.launch import Checks, Pointer, Program, Schedule, TensorMap, aligned_empty, load
 from emulator.report import Report
-from jax_fa_blackwell.plan import launch as plans
+
+if TYPE_CHECKING:  # the package brings JAX along, which other uses of the emulator do without
+    from jax_fa_blackwell.plan import launch as plans
 
 POISON = 0x7FFF7FFF  # a NaN in float32, bfloat16 and float16
-Resolver = Callable[[plans.Launch], str]
+Resolver = Callable[["plans.Launch"], str]
 
 
 @functools.lru_cache(maxsize=64)
@@ -59,6 +62,8 @@ def run_plan(
       ValueError: operands do not match the plan.
       Verdict: as Program.launch.
     """
+    from jax_fa_blackwell.plan import launch as plans
+
     find = _resolver(ptx)
     if len(operands) != len(plan.argument_bytes):
         raise ValueError(f"plan {plan.name!r} takes {len(plan.argument_bytes)} operands; got {len(operands)}")
@@ -93,6 +98,8 @@ def run_plan(
 
 
 def _param(param: plans.Param, buffers: Sequence[np.ndarray]):
+    from jax_fa_blackwell.plan import launch as plans
+
     match param:
         case plans.TensorMap():
             return TensorMap(
