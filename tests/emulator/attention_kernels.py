@@ -143,7 +143,7 @@ def backward(case: Case, inputs: Arrays, out, lse, cotangents, **options) -> tup
     if case.sinks:
         sinks = inputs["sinks"].astype(np.float32)[:, None]
         delta = np.where(lse <= sinks, -cotangents[1].swapaxes(1, 2), delta)
-        gradients["d_sinks"] = -np.sum(np.exp(sinks - lse) * delta, axis=(0, 2), dtype=np.float32)
+        gradients["d_sinks"] = np.asarray(-np.sum(np.exp(sinks - lse) * delta, axis=(0, 2), dtype=np.float32))
     return gradients, report
 
 

@@ -156,7 +156,7 @@ class Report:
             registers=data["registers"],
             barrier_waits=data["barrier_waits"],
             barrier_stalls=data["barrier_stalls"],
-            trace=tuple(TraceRow(*row[:6], _TRACE_KINDS[row[6]]) for row in data["trace"]),
+            trace=tuple(TraceRow(*(*row[:6], _TRACE_KINDS[row[6]])) for row in data["trace"]),
         )
 
     @staticmethod

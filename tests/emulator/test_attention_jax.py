@@ -165,7 +165,7 @@ def test_training(emulated, head_dim):
         params = model.init(jax.random.key(0), tokens[0, :, :-1])
 
         def loss_of(params, tokens):
-            logits = model.apply(params, tokens[:, :-1])
+            logits = jnp.asarray(model.apply(params, tokens[:, :-1]))
             return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
         @jax.jit

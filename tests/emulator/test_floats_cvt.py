@@ -61,8 +61,9 @@ def test_widening_is_exact(source: str, target: str) -> None:
     want = np.array([converted(int(x), source, target, "rn") for x in a], DTYPES[target])
     assert_same(got[finite], want[finite], (a[finite],))
     if (source, target) == ("f32", "f64"):  # NaNs become quiet and keep their payload
-        kept = [(int(x) >> 31) << 63 | 0x7FF8 << 48 | (int(x) & 0x7FFFFF) << 29 for x in a[np.isnan(a.view(np.float32))]]
-        assert_same(got[np.isnan(a.view(np.float32))], kept)
+        is_nan = np.isnan(a.view(np.float32))
+        kept = [(int(x) >> 31) << 63 | 0x7FF8 << 48 | (int(x) & 0x7FFFFF) << 29 for x in a[is_nan]]
+        assert_same(got[is_nan], kept)
     values = np.array([model.decode(int(x), FORMS[target]) for x in got])
     np.testing.assert_array_equal(values, [model.decode(int(x), FORMS[source]) for x in a])
 
