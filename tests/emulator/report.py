@@ -122,6 +122,7 @@ class Report:
       registers: of one thread at launch, as setmaxnreg counts; 0 where the compiler ignores setmaxnreg.
       barrier_waits, barrier_stalls: lanes that passed an mbarrier wait, and that were told to go on waiting.
       trace: rows of time per warp, if the launch asked for them.
+      events: memory and synchronisation events by name, if the launch asked for them (native/events.h).
     """
 
     entry: str
@@ -138,6 +139,7 @@ class Report:
     barrier_waits: int
     barrier_stalls: int
     trace: tuple[TraceRow, ...] = ()
+    events: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Report:
@@ -156,7 +158,7 @@ class Report:
             registers=data["registers"],
             barrier_waits=data["barrier_waits"],
             barrier_stalls=data["barrier_stalls"],
-            trace=tuple(TraceRow(*(*row[:6], _TRACE_KINDS[row[6]])) for row in data["trace"]),
+            trace=tuple(TraceRow(a, b, c, d, e, f, _TRACE_KINDS[kind]) for a, b, c, d, e, f, kind in data["trace"]),
         )
 
     @staticmethod
