@@ -80,10 +80,12 @@ class Checks:
       leaks: rules for the end of a CTA (operations in flight, byte counts, Tensor Memory, named barriers).
       spin_limit: warp instructions of a cluster without any store, barrier operation or copy after which threads that
         poll count as deadlocked.
+      events: count memory and synchronisation events in the report, on one host thread.
     """
 
     leaks: bool = True
     spin_limit: int = 4_000_000
+    events: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -381,6 +383,7 @@ class Program:
             trace=trace is not None,
             check_leaks=check.leaks,
             spin_limit=check.spin_limit,
+            events=check.events,
         )
         error = ctypes.c_void_p()
         try:

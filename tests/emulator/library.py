@@ -35,6 +35,7 @@ class Launch(ctypes.Structure):
         ("trace", ctypes.c_uint32),
         ("check_leaks", ctypes.c_uint32),
         ("spin_limit", ctypes.c_uint64),
+        ("events", ctypes.c_uint32),
     )
 
 

@@ -159,6 +159,7 @@ class Report:
             barrier_waits=data["barrier_waits"],
             barrier_stalls=data["barrier_stalls"],
             trace=tuple(TraceRow(a, b, c, d, e, f, _TRACE_KINDS[kind]) for a, b, c, d, e, f, kind in data["trace"]),
+            events=data["events"],
         )
 
     @staticmethod

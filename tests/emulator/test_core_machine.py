@@ -172,6 +172,32 @@ def test_trace_covers_every_warp_and_plots(tmp_path) -> None:
         report.plot(tmp_path / "no.png", cluster=7)
 
 
+def test_events_are_reported() -> None:
+    body = """mov.u32 r20, bar; setp.eq.u32 p10, %t, 0; @p10 mbarrier.init.shared.b64 [r20], 64; bar.sync 0;
+    fence.proxy.async.shared::cta; ld.global.u32 r1, [%out]; atom.global.add.u32 r2, [%out], 1; mov.u32 r3, answer;
+    @p10 st.shared.u32 [r3], r2; setp.lt.u32 p0, %t, 3; @p0 cp.async.ca.shared.global [r3+8], [%out], 4;
+    mbarrier.arrive.shared.b64 _, [r20]; W: mbarrier.try_wait.parity.shared.b64 p1, [r20], 0; @!p1 bra W;
+    cp.async.wait_all; barrier.cluster.arrive; barrier.cluster.wait;"""
+    report = run(body, np.zeros(4, np.uint32), threads=64, declare=SHARED, check=emulator.Checks(events=True))
+    want = {
+        "global read generic": 64,
+        "global reduce generic": 64,
+        "shared write generic": 1,
+        "mbarrier_init": 1,
+        "mbarrier_arrive": 64,
+        "mbarrier_wait": 64,
+        "named_barrier_arrive": 2,
+        "named_barrier_leave": 2,
+        "fence_proxy_async": 64,
+        "issue": 3,
+        "complete": 3,
+        "cluster_arrive": 2,
+        "cluster_leave": 2,
+    }
+    assert {name: report.events.get(name) for name in want} == want
+    assert run(body, np.zeros(4, np.uint32), threads=64, declare=SHARED).events == {}
+
+
 def test_source_lines_are_roles() -> None:
     text = (
         module("bar.sync 1, 64;", directives=".reqntid 32, 1, 1")

@@ -7,6 +7,17 @@
 
 namespace emu {
 
+static void emit(Cluster& cluster, const AsyncOp& op, SyncKind kind) {
+  if (!cluster.grid->observer) return;
+  SyncEvent event;
+  event.kind = kind;
+  event.agent = op.agent;
+  event.operation = op.id;
+  event.order = cluster.order++;
+  event.line = op.line;
+  cluster.grid->observer->sync(event);
+}
+
 uint64_t AsyncQueue::submit(Cluster& cluster, std::unique_ptr<AsyncOp> op) {
   uint64_t id = next_++;
   op->id = id;
@@ -14,6 +25,7 @@ uint64_t AsyncQueue::submit(Cluster& cluster, std::unique_ptr<AsyncOp> op) {
   order_.push_back(id);
   live_[id].op = std::move(op);
   live_[id].issued = cluster.clock;
+  emit(cluster, *live_[id].op, SyncKind::issue);
   cluster.touch();
   if (mode == AsyncMode::eager) {
     while (live_.count(id) && !live_[id].queued && ready(*live_[id].op)) advance(cluster, id);
@@ -69,6 +81,7 @@ bool AsyncQueue::advance(Cluster& cluster, uint64_t id) {
   cluster.acting_operation = 0;
   cluster.acting_line = acting_line;
   if (done) {
+    emit(cluster, *live_.at(id).op, SyncKind::complete);
     int pipe = live_.at(id).op->pipe;
     if (cluster.grid->config.trace) {
       const Agent& by = live_.at(id).op->agent;

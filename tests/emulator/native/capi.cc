@@ -25,6 +25,25 @@ std::string verdict_json(const Verdict& verdict) {
          ", \"waiting\": " + (verdict.detail.empty() ? "[]" : verdict.detail) + "}";
 }
 
+/// Counts events by name: the proof that the hooks are there, until a checker uses them.
+struct EventCounts : Observer {
+  std::map<std::string, uint64_t> counts;
+  void memory(const MemoryEvent& event) override {
+    static const char* const regions[] = {"global", "shared", "tensor"};
+    static const char* const proxies[] = {"generic", "async", "tensor_map"};
+    static const char* const accesses[] = {"read", "write", "reduce"};
+    ++counts[std::string(regions[static_cast<int>(event.region)]) + " " + accesses[static_cast<int>(event.access)] + " " +
+             proxies[static_cast<int>(event.proxy)]];
+  }
+  void sync(const SyncEvent& event) override {
+    static const char* const kinds[] = {
+        "mbarrier_init", "mbarrier_arrive", "mbarrier_expect_tx", "mbarrier_complete_tx", "mbarrier_wait", "named_barrier_arrive",
+        "named_barrier_leave", "cluster_arrive", "cluster_leave", "fence_proxy_async", "fence", "fence_before_thread_sync",
+        "fence_after_thread_sync", "issue", "complete", "wait_ld", "wait_st", "group_wait"};
+    ++counts[kinds[static_cast<int>(event.kind)]];
+  }
+};
+
 /// Runs f; what it throws becomes *error.
 template <class F>
 bool guarded(char** error, F&& f) {
@@ -61,6 +80,7 @@ struct EmuLaunch {
   uint32_t trace;
   uint32_t check_leaks;
   uint64_t spin_limit;
+  uint32_t events;               // count events
 };
 
 EXPORT void* emu_load(const char* text, uint64_t size, char** error) {
@@ -132,7 +152,10 @@ EXPORT char* emu_launch(void* handle, const EmuLaunch* launch, char** error) {
     for (const Variable& v : program.variables)
       if (v.space == Space::global || v.space == Space::constant)
         grid.ranges.push_back({g + v.offset, g + v.offset + v.size, v.space == Space::global, "variable " + v.name});
+    EventCounts events;
+    if (launch->events) grid.observer = &events;
     Totals totals = run_grid(grid);
+    totals.events = events.counts;
     report = copy_out(totals.json(grid));
   });
   return report;

@@ -220,6 +220,7 @@ std::string Totals::json(const Grid& grid) const {
   };
   map("by_opcode", by_opcode);
   map("mma", mma);
+  map("events", events);
   out += ", \"by_warp\": [";
   for (size_t i = 0; i < warp_instructions.size(); ++i)
     out += format("%s%llu", i ? ", " : "", static_cast<unsigned long long>(warp_instructions[i]));

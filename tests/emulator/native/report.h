@@ -22,7 +22,7 @@ std::string json_string(const std::string& text);
 struct Totals {
   std::vector<uint64_t> executed;                // by instruction
   std::vector<uint64_t> warp_instructions;       // by %warpid
-  std::map<std::string, uint64_t> mma;
+  std::map<std::string, uint64_t> mma, events;
   uint64_t instructions = 0, tma_bytes_in = 0, tma_bytes_out = 0;
   uint64_t barrier_waits = 0, barrier_stalls = 0;
   uint32_t peak_tensor_columns = 0;
