@@ -304,3 +304,15 @@ def test_deadlock_report() -> None:
     }
     assert consumer.barrier["phase"] == 1
     assert "waits for mbarrier" in str(caught.verdict)
+
+
+def test_a_fault_of_an_operation_in_flight_names_its_issuer() -> None:
+    body = """mov.u32 r9, stage; setp.eq.u32 p0, %t, 33; @p0 bra COPY; bra WAIT;
+    COPY: cp.async.ca.shared.global [r9], [%out], 8;
+    WAIT: bar.sync 0; setp.eq.u32 p10, %t, 0;
+    @p10 mbarrier.init.shared.b64 [r9], 1;
+    bar.sync 0; cp.async.wait_all;"""
+    with expect_fault("barrier_state", "cp.async touches shared offset", at="cp.async.ca") as caught:
+        lazy = emulator.Schedule(async_="lazy")
+        run(body, np.zeros(4, np.uint32), threads=64, declare=BAR, schedule=lazy)
+    assert "warp 1 lane 1, which issued: cp.async of 8 bytes" in caught.verdict.where

@@ -68,13 +68,7 @@ bool AsyncQueue::advance(Cluster& cluster, uint64_t id) {
   try {
     done = live.op->advance(cluster);
   } catch (Verdict& verdict) {
-    if (!verdict.line) verdict.line = line;
-    const std::vector<std::string>& lines = cluster.grid->program->lines;
-    if (verdict.text.empty() && verdict.line > 0 && verdict.line <= static_cast<int>(lines.size())) verdict.text = lines[verdict.line - 1];
-    if (verdict.where.empty())
-      verdict.where = format("%s, issued by CTA rank %u warp %u lane %u of cluster %llu", live_.at(id).op->describe().c_str(),
-                             live_.at(id).op->agent.cta_rank, live_.at(id).op->agent.warp, live_.at(id).op->agent.lane,
-                             static_cast<unsigned long long>(cluster.index));
+    place(verdict, cluster, *live_.at(id).op);
     throw;
   }
   cluster.actor = actor;

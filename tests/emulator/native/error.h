@@ -43,6 +43,8 @@ struct Verdict : std::exception {
   std::string where;        // "CTA (0,0,0) rank 0 warp 3 lane 5", empty at load time
   std::string detail;       // further facts as JSON, e.g. the table of waiting warps
 
+  bool placed = false;      // where and text are complete
+
   Verdict(Fault f, std::string m) : fault(f), message(std::move(m)) {}
   const char* what() const noexcept override { return message.c_str(); }
 };

@@ -102,6 +102,8 @@ WaitRow describe_wait(const Cluster& cluster, const Warp& warp, const Fragment& 
 }  // namespace
 
 void place(Verdict& verdict, const Warp& warp, uint32_t pc) {
+  if (verdict.placed) return;   // raised by an operation that landed inside this instruction
+  verdict.placed = true;
   const Program& program = *warp.cta->cluster->grid->program;
   if (!verdict.line) verdict.line = program.code[pc].line;
   if (verdict.text.empty()) verdict.text = text_of(program, verdict.line);
@@ -109,6 +111,16 @@ void place(Verdict& verdict, const Warp& warp, uint32_t pc) {
   verdict.where = verdict.where.empty() ? where : where + " " + verdict.where;
   std::string source = source_of(program, pc);
   if (!source.empty()) verdict.where += " (" + source + ")";
+}
+
+void place(Verdict& verdict, const Cluster& cluster, const AsyncOp& op) {
+  if (verdict.placed) return;
+  verdict.placed = true;
+  if (!verdict.line) verdict.line = op.line;
+  verdict.text = text_of(*cluster.grid->program, verdict.line);
+  const Cta& cta = *cluster.ctas[op.agent.cta_rank];
+  verdict.where = format("CTA %s rank %u warp %u lane %u, which issued: %s", triple(cta.id).c_str(), cta.rank, op.agent.warp, op.agent.lane,
+                         op.describe().c_str());
 }
 
 Verdict deadlock(const std::vector<Cluster*>& clusters) {

@@ -9,6 +9,8 @@ namespace emu {
 
 /// Adds line, text, CTA and warp to a verdict that an instruction raised.
 void place(Verdict& verdict, const Warp& warp, uint32_t pc);
+/// The same for a verdict that an operation raised when it landed.
+void place(Verdict& verdict, const Cluster& cluster, const AsyncOp& op);
 /// The verdict for clusters that cannot go on: a line and a JSON row for each waiting thread group.
 Verdict deadlock(const std::vector<Cluster*>& clusters);
 /// Rules for the end of a CTA: nothing in flight, barriers balanced, TMEM and registers returned.
