@@ -15,12 +15,6 @@ from emulator.silicon import all_cases
 from emulator.silicon.micro import Map, Micro, Pointer
 
 RECORDED = pathlib.Path(__file__).parent / "silicon" / "h200.npz"
-# added or changed since the last visit to a GPU
-AWAITED = {name for name in (case.name for case in all_cases()) if name.startswith(("tma_ragged", "tma_even"))} | {
-    "tma_load_2d_offset",
-    "tma_load_permuted_strides",
-    "tma_strides_2_1",
-}
 CASES = {case.name: case for case in all_cases()}
 FLOATS = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -76,8 +70,6 @@ def differences(case: Micro, got: np.ndarray, want: np.ndarray) -> np.ndarray:
 @pytest.mark.emulator
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_silicon(name: str, recorded: dict[str, np.ndarray], about: dict[str, dict[str, str]]):
-    if name in AWAITED:
-        pytest.skip("not recorded yet")
     case, errors = CASES[name], about["errors"]
     schedule = emulator.Schedule(seed=len(name), async_="random", spurious_wait=0.1)
     if name in errors:
@@ -103,8 +95,8 @@ def test_every_micro_kernel_was_recorded_as_it_is_now(
     recorded: dict[str, np.ndarray], about: dict[str, dict[str, str]]
 ):
     have = {key.split("/")[0] for key in recorded} - {"about"}
-    want = set(CASES) - AWAITED
-    assert (have | set(about["errors"])) - AWAITED == want
+    want = set(CASES)
+    assert have | set(about["errors"]) == want
     assert len(have) >= 40
     changed = [name for name in want if about["digests"][name] != CASES[name].digest()]
     assert not changed, "record these again with silicon/record.py --merge"
@@ -113,5 +105,5 @@ def test_every_micro_kernel_was_recorded_as_it_is_now(
 def test_recorded_outputs_are_not_the_initial_content(recorded: dict[str, np.ndarray]):
     """A kernel that wrote nothing would agree with an emulator that does nothing."""
     for name, case in CASES.items():
-        if f"{name}/{case.outputs[0]}" in recorded and name not in AWAITED:
+        if f"{name}/{case.outputs[0]}" in recorded:
             assert any(np.any(recorded[f"{name}/{o}"] != case.buffers[o]) for o in case.outputs), name

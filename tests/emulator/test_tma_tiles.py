@@ -240,7 +240,7 @@ REDUCTIONS = [
 @pytest.mark.parametrize(("dtype", "operation"), REDUCTIONS)
 def test_integer_reductions(dtype: str, operation: str) -> None:
     numpy_type = {"u32": np.uint32, "s32": np.int32, "u64": np.uint64, "s64": np.int64}[dtype]
-    box = Box(BYTES[dtype], (30, 9), (256,), (16, 8))
+    box = Box(BYTES[dtype], (28, 9), (256,), (16, 8))
     memory, data = random_bytes(box.tensor_bytes), random_bytes(box.nbytes, 1)
     if operation in ("inc", "dec"):  # small numbers make the limits matter
         memory, data = ((x.view(np.uint32) & 3).view(np.uint8) for x in (memory, data))
@@ -280,8 +280,8 @@ def test_float_add_rounds_to_nearest_even(dtype: str, numpy_type) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "one"), [("bf16", 0x3F80), ("f16", 0x3C00)])
-def test_16_bit_reductions_take_in_whole_chunks(dtype: str, one: int) -> None:
-    """Where a row does not end on 16 bytes, an H200 adds to the padding too, up to the next multiple; copies do not."""
+def test_stores_take_in_whole_chunks(dtype: str, one: int) -> None:
+    """Where a row does not end on 16 bytes, an H200 writes the padding too, up to the next multiple."""
     box = Box(2, (20, 8), (64,), (16, 8))
     memory, data = np.full(8 * 32, one, np.uint16), np.full(128, one, np.uint16)
     launch(store_ptx(store_instruction(2, "add"), 256, 2), tensor_map(memory, dtype, box), data, (16, 0), 256)
@@ -289,7 +289,7 @@ def test_16_bit_reductions_take_in_whole_chunks(dtype: str, one: int) -> None:
     assert changed[:, 16:24].all()
     assert changed.sum() == 64
     launch(store_ptx(store_instruction(2), 256, 2), tensor_map(memory, dtype, box), data, (16, 0), 256)
-    assert ((memory != one).reshape(8, 32) == (changed & (np.arange(32) >= 20))).all()
+    assert (memory == one).all()
 
 
 def test_prefetches_have_no_effect() -> None:

@@ -68,15 +68,22 @@ class Box:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes from the first to the last element."""
-        return (self.dims[0]) * self.item + sum((d - 1) * s for d, s in zip(self.dims[1:], self.strides, strict=True))
+        """Bytes from the first to the last element, and to the end of its 16 bytes where rows are stored so."""
+        return self.stored_columns * self.item + sum((d - 1) * s for d, s in zip(self.dims[1:], self.strides, strict=True))
 
-    def elements(self, coords: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def stored_columns(self) -> int:
+        """Elements of a row that stores reach: up to the next 16 bytes, but exact in one dimension (an H200)."""
+        chunk = 16 // self.item
+        return -(-self.dims[0] // chunk) * chunk if len(self.dims) > 1 else self.dims[0]
+
+    def elements(self, coords: tuple[int, ...], columns: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Byte offset and inside flag of every element of the box at `coords`, in the order of shared memory."""
+        dims = (columns or self.dims[0], *self.dims[1:])
         steps = (1, *self.steps[1:]) if self.steps else (1,) * len(self.box)
         index = np.indices(self.shape[::-1])[::-1]
         where = [c + i * s for c, i, s in zip(coords, index, steps, strict=True)]
-        inside = np.all([(w >= 0) & (w < d) for w, d in zip(where, self.dims, strict=True)], axis=0)
+        inside = np.all([(w >= 0) & (w < d) for w, d in zip(where, dims, strict=True)], axis=0)
         offset = sum(w * s for w, s in zip(where, (self.item, *self.strides), strict=True))
         return np.asarray(offset).ravel(), inside.ravel()
 
@@ -90,7 +97,7 @@ class Box:
 
     def store(self, memory: np.ndarray, coords: tuple[int, ...], data: np.ndarray) -> None:
         """Writes the box's bytes where they lie inside the tensor."""
-        offset, inside = self.elements(coords)
+        offset, inside = self.elements(coords, self.stored_columns)
         data = data.reshape(len(offset), self.item)
         for b in range(self.item):
             memory[offset[inside] + b] = data[inside, b]

@@ -48,7 +48,7 @@ GlobalSide global_side(Warp& warp, int lane, const BulkData& data, Access access
     Tile tile;
     tile.map = read_map(warp, lane, data);
     tile.rows = data.rows;
-    tile.whole_chunks = data.reduces && element_bytes(tile.map.type) == 2;
+    tile.whole_chunks = data.direction == Direction::store && tile.map.rank > 1;
     const int count = data.rows ? 5 : data.dims;
     for (int i = 0; i < count; ++i) {
       tile.coords[static_cast<size_t>(i)] = static_cast<int32_t>(warp.r32(data.coords[static_cast<size_t>(i)])[lane]);

@@ -87,7 +87,7 @@ struct Tile {
   TensorMapData map;
   std::array<int32_t, kMaxRank> coords{};
   bool rows = false;
-  /// Reductions of 16-bit elements take in the whole 16 bytes that the end of a row lies in (H200).
+  /// Stores and reductions of rank 2 and up take in the whole 16 bytes that the end of a row lies in (H200).
   bool whole_chunks = false;
 
   /// Elements of dimension 0 that count as inside the tensor.
