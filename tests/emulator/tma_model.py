@@ -69,7 +69,8 @@ class Box:
     @property
     def tensor_bytes(self) -> int:
         """Bytes from the first to the last element, and to the end of its 16 bytes where rows are stored so."""
-        return self.stored_columns * self.item + sum((d - 1) * s for d, s in zip(self.dims[1:], self.strides, strict=True))
+        rest = sum((d - 1) * s for d, s in zip(self.dims[1:], self.strides, strict=True))
+        return self.stored_columns * self.item + rest
 
     @property
     def stored_columns(self) -> int:
