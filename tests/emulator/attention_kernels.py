@@ -9,9 +9,9 @@ import pathlib
 from typing import Any
 
 import numpy as np
-from attention_cases import Arrays, Case, visibility
 
 import emulator
+from attention_cases import Arrays, Case, visibility
 from jax_fa_blackwell import cuda, export
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.masks import MaskArguments, kv_intervals

@@ -1,12 +1,12 @@
 """The Blackwell kernels' PTX over shapes, masks and options, forward and backward, by the rule of attention_cases."""
 
-import attention_cases
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_cases import Case, Shape
 
+import attention_cases
 import emulator
+from attention_cases import Case, Shape
 from emulator import attention_kernels
 from jax_fa_blackwell import export
 

@@ -1,9 +1,10 @@
 """Kernels of the DSL: TMA tiles and multicast, cluster exchange, cluster launch control, a warp-specialised GEMM."""
 
-import emulator
 import ml_dtypes
 import numpy as np
 import pytest
+
+import emulator
 from emulator.kernels import build, exchange, persistent, pipeline, tiles
 
 pytestmark = pytest.mark.emulator

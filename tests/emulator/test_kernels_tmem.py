@@ -1,8 +1,9 @@
 """TMEM loads and stores of every shape and repetition, plain and packed: each register at its lane and column."""
 
-import emulator
 import numpy as np
 import pytest
+
+import emulator
 from emulator.kernels import tmem
 
 ACCESSES = tmem.all_accesses()

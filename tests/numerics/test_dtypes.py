@@ -1,10 +1,11 @@
 """16-bit and float32 inputs by the rule that kernels must meet too, and scores of any size."""
 
-import attention_cases as cases
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+
+import attention_cases as cases
 
 # Every extra once; each costs a compilation for each dtype.
 DTYPE_CASES = cases.CASES[::5]

@@ -4,13 +4,13 @@ import functools
 import itertools
 from typing import Any
 
-import attention_cases as cases
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import attention_cases as cases
 from jax_fa_blackwell import flash_attention, xla
 
 IMPLEMENTATIONS = ["xla", "reference"]

@@ -1,9 +1,10 @@
 """Every mask with every extra, in float64: XLA path against reference, finite differences and jax.nn."""
 
-import attention_cases as cases
 import jax
 import numpy as np
 import pytest
+
+import attention_cases as cases
 
 GRID = [
     pytest.param(case, variant, id=f"{case.name}-{variant}")

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launch_plans import describe, plans
 
 from jax_fa_blackwell.plan.launch import LaunchPlan
+from launch_plans import describe, plans
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FUZZ_INPUTS = 1_000_000

@@ -8,10 +8,10 @@ import struct
 
 import pytest
 from hypothesis import given, settings
-from launch_plans import plans
 
 from jax_fa_blackwell.plan import launch
 from jax_fa_blackwell.plan.launch import Bytes, Fill, Float32, Int32, Launch, LaunchPlan, Pointer, Program, TensorMap
+from launch_plans import plans
 
 DIGEST = "0123456789abcdef" * 4
 

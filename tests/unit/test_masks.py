@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import interval_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_cases import interval_mask
 from jax_fa_blackwell import reference
 from jax_fa_blackwell.masks import KvIntervals, MaskArguments, block_spans, kv_intervals, query_intervals
 
@@ -61,7 +61,7 @@ def to_dense(intervals: KvIntervals, batch=BATCH):
     return (lo <= keys) & (keys < hi)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(mask_keywords())
 def test_intervals_are_the_mask_of_the_definition(drawn):
     T, S, keywords = drawn
@@ -77,7 +77,7 @@ def test_intervals_are_the_mask_of_the_definition(drawn):
         np.testing.assert_array_equal(np.broadcast_to((lo <= key) & (key < hi), expected.shape), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mask_keywords())
 def test_query_intervals_are_the_transposed_mask(drawn):
     T, S, keywords = drawn
@@ -85,7 +85,7 @@ def test_query_intervals_are_the_transposed_mask(drawn):
     np.testing.assert_array_equal(to_dense(query_intervals(make_arguments(T, S, keywords))), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mask_keywords())
 def test_reference_builds_the_mask_of_the_definition(drawn):
     T, S, keywords = drawn
@@ -93,7 +93,7 @@ def test_reference_builds_the_mask_of_the_definition(drawn):
     np.testing.assert_array_equal(np.broadcast_to(dense, (BATCH, T, S)), interval_mask(BATCH, T, S, **keywords))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mask_keywords(), st.sampled_from([1, 3, 4]), st.sampled_from([1, 4, 5]))
 def test_block_spans_hold_every_visible_block_and_affine_ones_no_other(drawn, rows, block):
     T, S, keywords = drawn
