@@ -10,10 +10,11 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_fa_blackwell import cuda, lowering, reference, xla
+from jax_fa_blackwell import reference, xla
 from jax_fa_blackwell.arguments import Arguments, check_arguments
 from jax_fa_blackwell.masks import KvIntervals, kv_intervals, query_intervals
 from jax_fa_blackwell.operands import Operands
+from jax_fa_blackwell.plan import forward as _forward_kernel  # noqa: F401 - it adds its rule to the kernels to choose from
 from jax_fa_blackwell.plan.spec import AttentionSpec, choose_implementation
 from jax_fa_blackwell.plan.target import arch_of_compute_capability
 
@@ -184,6 +185,8 @@ def device_arch() -> str | None:
     The environment variable that ``lowering.arches`` reads comes first, so that a program can be lowered for a GPU
     on a machine that has none.
     """
+    from jax_fa_blackwell import lowering  # here, because it takes a good part of the package's import time
+
     if os.environ.get(lowering.ARCH_VARIABLE):
         return lowering.arches()[0]
     if jax.default_backend() != "gpu":
@@ -200,8 +203,16 @@ def _log_once(reason: str) -> None:
     _logger.log(level, "flash_attention runs as implementation 'xla': %s", reason)
 
 
+def _module(implementation: str) -> Any:
+    if implementation == "xla":
+        return xla
+    from jax_fa_blackwell import cuda  # here, because only programs with kernels need to find cubins
+
+    return cuda
+
+
 def _forward(implementation: str, spec: AttentionSpec, operands: Operands) -> Any:
-    return (cuda if implementation == "cuda" else xla).forward(spec, operands)
+    return _module(implementation).forward(spec, operands)
 
 
 _attend: Any = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
@@ -216,7 +227,7 @@ def _attend_forward(implementation: str, spec: AttentionSpec, operands: Operands
 
 def _attend_backward(implementation: str, spec: AttentionSpec, residuals, cotangents):
     operands, out, lse = residuals
-    gradients = (cuda if implementation == "cuda" else xla).backward(spec, operands, out, lse, *cotangents)
+    gradients = _module(implementation).backward(spec, operands, out, lse, *cotangents)
     return (
         Operands(
             query=gradients.query,

@@ -22,10 +22,8 @@ from jax_fa_blackwell.plan import backward as backward_plan
 from jax_fa_blackwell.plan import forward as forward_plan
 from jax_fa_blackwell.plan.launch import LaunchPlan
 from jax_fa_blackwell.plan.slices import ROWS
-from jax_fa_blackwell.plan.spec import KERNELS, AttentionSpec
+from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
-
-KERNELS["sm100"] = forward_plan.supports
 
 MakePlan = Callable[[AttentionSpec, str], LaunchPlan]
 

@@ -248,7 +248,7 @@ def backward_name(dtype: str, transposed: bool, soft_cap: bool) -> str:
 VARIANTS: dict[str, KernelVariant] = {variant.name: variant for variant in _variants()}
 
 SETS: dict[str, tuple[str, ...]] = {
-    "core": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "delta"),
+    "core": tuple(VARIANTS),
     "forward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "forward_sm100"),
     "backward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "backward_sm100"),
 }

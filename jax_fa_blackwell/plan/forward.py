@@ -18,7 +18,7 @@ from jax_fa_blackwell.plan.slices import (
     slices_of,
     tail_of,
 )
-from jax_fa_blackwell.plan.spec import AttentionSpec
+from jax_fa_blackwell.plan.spec import KERNELS, AttentionSpec
 from jax_fa_blackwell.plan.target import Target
 
 HEADER_BYTES = 3072
@@ -126,6 +126,9 @@ def supports(spec: AttentionSpec, target: Target) -> str | None:
     if spec.scale == 0 or not math.isfinite(spec.scale):
         return f"scale must be finite and not zero; got {spec.scale}"
     return None
+
+
+KERNELS["sm100"] = supports  # the backward takes what the forward takes
 
 
 def plan_forward(spec: AttentionSpec, target: Target) -> ForwardPlan:
