@@ -75,8 +75,8 @@ class Box:
     @property
     def stored_columns(self) -> int:
         """Elements of a row that stores reach: up to the next 16 bytes, but exact in one dimension (an H200)."""
-        chunk = 16 // self.item
-        return -(-self.dims[0] // chunk) * chunk if len(self.dims) > 1 else self.dims[0]
+        chunk = 16 // self.item if self.strides else 1
+        return -(-self.dims[0] // chunk) * chunk
 
     def elements(self, coords: tuple[int, ...], columns: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Byte offset and inside flag of every element of the box at `coords`, in the order of shared memory."""
