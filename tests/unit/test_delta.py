@@ -355,7 +355,7 @@ class TestPlan:
         with pytest.raises(ValueError, match=r"needs .* bytes of shared memory a block; sm_90a has"):
             launch_of(spec_of((1, 64, 16), 64), config=plan.DeltaConfig(ring_bytes=160 * 1024))
         with pytest.raises(ValueError, match="no room for two stages of 32768 bytes"):
-            launch_of(spec_of((1, 64, 16), 64), config=plan.DeltaConfig(ring_bytes=48 * 1024))
+            launch_of(spec_of((1, 64, 16), 64), config=plan.DeltaConfig(tile_bytes=16 * 1024, ring_bytes=48 * 1024))
         with pytest.raises(ValueError, match="ring_bytes must be at least 1; got 0"):
             plan.DeltaConfig(ring_bytes=0)
 
