@@ -211,8 +211,9 @@ def test_default_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cubins.cache_folder() == pathlib.Path("/somewhere/jax_fa_blackwell")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert cubins.cache_folder() == pathlib.Path("/home/somebody/.cache/jax_fa_blackwell")
+    home = pathlib.Path("somebody").absolute()
+    monkeypatch.setenv("HOME", str(home))
+    assert cubins.cache_folder() == home / ".cache" / "jax_fa_blackwell"
 
 
 def test_threads_share_one_compilation(cache, compilations):
