@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fa_blackwell import cubins, custom_call, lowering, xla
+from jax_fa_blackwell.blocks import blocks_of_groups
 from jax_fa_blackwell.delta import delta
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.operands import Gradients, Operands
@@ -99,7 +100,7 @@ def _forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ...]:
     if spec.mask_form == "rows":
         lo, hi, key_lo, key_hi = _intervals(operands)
         rows = forward_plan.plan_forward(spec, get_target("sm_100a")).group_rows
-        arrays += [lo, hi, _blocks(lo, hi, rows), key_lo, key_hi]
+        arrays += [lo, hi, blocks_of_groups(lo, hi, rows), key_lo, key_hi]
     if operands.sinks is not None:
         arrays.append(operands.sinks)
 
@@ -112,7 +113,7 @@ def _backward(spec: AttentionSpec, operands: Operands, out, lse, grad_out, grad_
     arrays = [operands.query, operands.key, operands.value, grad_out, lse.swapaxes(1, 2), deltas]
     if spec.mask_form == "rows":
         lo, hi, key_lo, key_hi = _intervals(operands)
-        arrays += [lo, hi, _blocks(lo, hi, ROWS), key_lo, key_hi, _blocks(key_lo, key_hi, ROWS)]
+        arrays += [lo, hi, blocks_of_groups(lo, hi, ROWS), key_lo, key_hi, blocks_of_groups(key_lo, key_hi, ROWS)]
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.query, operands.key, operands.value)]
 
     rest = (operands, out, lse, grad_out, grad_lse)
@@ -145,15 +146,6 @@ def _intervals(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, jax
     assert key_lo is not None
     assert key_hi is not None
     return lo, hi, key_lo, key_hi
-
-
-def _blocks(low: jax.Array, high: jax.Array, rows: int) -> jax.Array:
-    """int32 [B, groups, 2]: for each group of rows, the first block of 128 columns it sees and one past the last."""
-    batch, length = low.shape
-    padding = ((0, 0), (0, -length % rows))
-    least = jnp.pad(low, padding, constant_values=jnp.iinfo(jnp.int32).max).reshape(batch, -1, rows).min(2)
-    greatest = jnp.pad(high, padding, constant_values=0).reshape(batch, -1, rows).max(2)
-    return jnp.stack([least // ROWS, -(-greatest // ROWS)], axis=-1)
 
 
 def execute(
