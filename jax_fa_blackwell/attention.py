@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_fa_blackwell import reference, xla
+from jax_fa_blackwell import reference, sharding, xla
 from jax_fa_blackwell.arguments import Arguments, check_arguments
 from jax_fa_blackwell.masks import KvIntervals, kv_intervals, query_intervals
 from jax_fa_blackwell.operands import Operands
@@ -115,6 +115,34 @@ def flash_attention(
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
     )
+    mapped = sharding.map_explicit(
+        functools.partial(
+            flash_attention,
+            scale=scale,
+            is_causal=is_causal,
+            causal_alignment=causal_alignment,
+            local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap,
+            return_lse=return_lse,
+            deterministic=deterministic,
+            implementation=implementation,
+        ),
+        {
+            "query": query,
+            "key": key,
+            "value": value,
+            "bias": bias,
+            "mask": mask,
+            "query_seq_lengths": query_seq_lengths,
+            "key_value_seq_lengths": key_value_seq_lengths,
+            "query_segment_ids": query_segment_ids,
+            "key_value_segment_ids": key_value_segment_ids,
+            "sinks": sinks,
+        },
+        has_lse=return_lse,
+    )
+    if mapped is not None:
+        return mapped
     intervals = kv_intervals(arguments.masks)
     spec = make_spec(arguments, intervals, deterministic)
     on_request = implementation in ("xla", "reference")
@@ -147,7 +175,7 @@ def flash_attention(
         if choice.name == "cuda" and spec.mask_form == "rows":
             transposed = query_intervals(arguments.masks)
             operands = operands._replace(key_lo=transposed.lo, key_hi=transposed.hi)
-        out, lse = _attend(choice.name, spec, operands)
+        out, lse = _attend(choice.name, spec, sharding.vary_alike(operands))
     if not arguments.has_batch:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out

@@ -25,6 +25,7 @@ from jax_fa_blackwell.plan.launch import LaunchPlan
 from jax_fa_blackwell.plan.slices import ROWS
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
+from jax_fa_blackwell.sharding import partition
 
 MakePlan = Callable[[AttentionSpec, str], LaunchPlan]
 
@@ -70,24 +71,85 @@ def _with_batched_sinks(spec: AttentionSpec, operands: Operands) -> Operands:
 
 @functools.cache
 def _batched(function: Callable, spec: AttentionSpec) -> Callable:
-    """``function(spec, ...)`` with a rule for vmap: a mapped axis becomes part of the batch and one launch runs it."""
+    """``function(spec, ...)`` partitioned over devices, with a rule for vmap by which one launch runs a mapped axis."""
 
     @jax.custom_batching.custom_vmap
     def run(*arguments):
-        return function(spec, *arguments)
+        return _partitioned(function, spec)(*arguments)
 
     @run.def_vmap
-    def _fold_into_batch(axis_size, in_batched, *arguments):
-        def fold(array, batched):
-            array = array if batched else jnp.broadcast_to(array, (axis_size, *array.shape))
-            return array.reshape(-1, *array.shape[2:])
-
-        larger = dataclasses.replace(spec, batch=spec.batch * axis_size)
-        results = _batched(function, larger)(*jax.tree.map(fold, arguments, tuple(in_batched)))
-        unfolded = jax.tree.map(lambda x: x.reshape(axis_size, spec.batch, *x.shape[1:]), results)
-        return unfolded, jax.tree.map(lambda _: True, unfolded)
+    def _fold(axis_size, in_batched, *arguments):
+        operands = in_batched[0]
+        shared = not (operands.key or operands.value or operands.lo or operands.hi)
+        fold = _fold_into_heads if shared and function is _forward else _fold_into_batch
+        results = fold(function, spec, axis_size, in_batched, arguments)
+        return results, jax.tree.map(lambda _: True, results)
 
     return run
+
+
+def _fold_into_batch(function, spec, axis_size, in_batched, arguments):
+    """A mapped axis becomes part of the batch."""
+
+    def fold(array, batched):
+        return _mapped(array, batched, axis_size).reshape(-1, *array.shape[2 if batched else 1 :])
+
+    larger = dataclasses.replace(spec, batch=spec.batch * axis_size)
+    results = _batched(function, larger)(*jax.tree.map(fold, arguments, tuple(in_batched)))
+    return jax.tree.map(lambda x: x.reshape(axis_size, spec.batch, *x.shape[1:]), results)
+
+
+def _fold_into_heads(function, spec, axis_size, in_batched, arguments):
+    """Queries mapped over keys and values that are not: more query heads for each key head, and no copy of the keys.
+
+    This is for the forward only. The gradients of keys and values are one for each element of the mapped axis, whereas
+    a head's gradient is the sum over its group; and arrays as large as a copy of keys and values are what the backward
+    has to return.
+    """
+    (operands,), (batched,) = arguments, in_batched
+    B, T, N, K = spec.batch, spec.query_length, spec.query_heads, spec.key_value_heads
+    larger = dataclasses.replace(spec, query_heads=N * axis_size)
+    query = _mapped(operands.query, batched.query, axis_size).reshape(axis_size, B, T, K, N // K, -1)
+    query = jnp.moveaxis(query, 0, 3).reshape(B, T, N * axis_size, -1)
+    sinks = operands.sinks
+    if sinks is not None:
+        sinks = _mapped(sinks, batched.sinks, axis_size).reshape(axis_size, B, K, N // K)
+        sinks = jnp.moveaxis(sinks, 0, 2).reshape(B, N * axis_size)
+
+    def unfold(array):
+        array = array.reshape(B, T, K, axis_size, N // K, *array.shape[3:])
+        return jnp.moveaxis(array, 3, 0).reshape(axis_size, B, T, N, *array.shape[5:])
+
+    return jax.tree.map(unfold, _batched(function, larger)(operands._replace(query=query, sinks=sinks)))
+
+
+def _mapped(array: jax.Array, batched: bool, axis_size: int) -> jax.Array:
+    return array if batched else jnp.broadcast_to(array, (axis_size, *array.shape))
+
+
+_OPERAND_AXES = Operands(
+    query="b t n h",
+    key="b s k h",
+    value="b s k v",
+    sinks="b n",
+    lo="b t",
+    hi="b t",
+    key_lo="b s",
+    key_hi="b s",
+)
+
+
+def _partitioned(function: Callable, spec: AttentionSpec) -> Callable:
+    """``function(spec, ...)`` for ``_forward`` and ``_backward``, partitioned over devices by batch and heads."""
+    axes = _OPERAND_AXES
+    if not spec.has_sinks:
+        axes = axes._replace(sinks=None)
+    if spec.mask_form != "rows":
+        axes = axes._replace(lo=None, hi=None, key_lo=None, key_hi=None)
+    results = ("b t n v", "b t n")
+    if function is _forward:
+        return partition(function, spec, (axes,), results)
+    return partition(function, spec, (axes, *results, *results), ("b t n h", "b s k h", "b s k v", "b n t"))
 
 
 def _forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ...]:

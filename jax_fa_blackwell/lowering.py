@@ -35,7 +35,14 @@ def _body(*arrays, function, static, results):
     return jax.tree.leaves(function(static, *arrays))
 
 
-mlir.register_lowering(_deferred_p, mlir.lower_fun(_body, multiple_results=True))
+def _lower(ctx, *values, **params):
+    # How arrays vary over a mesh (jax.shard_map) says nothing about what is computed on one device; and while a program
+    # is lowered JAX no longer lets an array that varies meet a constant that does not.
+    avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    return mlir.lower_fun(_body, multiple_results=True)(ctx.replace(avals_in=avals), *values, **params)
+
+
+mlir.register_lowering(_deferred_p, _lower)
 
 
 @_deferred_p.def_impl

@@ -22,6 +22,7 @@ import numpy as np
 from jax_fa_blackwell.masks import KvIntervals, block_spans
 from jax_fa_blackwell.operands import Gradients, Operands
 from jax_fa_blackwell.plan.spec import AttentionSpec
+from jax_fa_blackwell.sharding import vary_alike, varying_axes
 
 Array = jax.Array
 
@@ -57,6 +58,7 @@ class _Call:
     def __init__(self, spec: AttentionSpec, operands: Operands):
         self.spec = spec
         self.dtype = jnp.dtype(spec.accumulator_dtype)
+        self.varying = varying_axes(operands)
         self.rows = _Axis(spec.query_length, min(QUERY_BLOCK, spec.query_length))
         self.keys = _Axis(spec.key_value_length, min(KV_BLOCK, spec.key_value_length))
         # Heads before lengths, once for the whole call, so that every block is a plain batched matrix.
@@ -195,6 +197,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
 
         shape = (B, spec.key_value_heads, spec.group_size, call.rows.block)
         start = jnp.full(shape, -jnp.inf, call.dtype), jnp.zeros(shape, call.dtype), jnp.zeros((*shape, Hv), call.dtype)
+        start = vary_alike(start, call.varying)
         (peak, total, weighted), _ = jax.lax.scan(visit, start, jnp.arange(call.span))
         block_out, block_lse = _finish(peak, total, weighted, sink)
         at = call.rows.start(row_index)
@@ -205,7 +208,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         return (out, lse), None
 
     start = jnp.zeros((B, N, T, Hv), spec.dtype), jnp.zeros((B, N, T), call.dtype)
-    (out, lse), _ = jax.lax.scan(row_block, start, call.spans())
+    (out, lse), _ = jax.lax.scan(row_block, vary_alike(start, call.varying), call.spans())
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
 
 
@@ -265,6 +268,7 @@ def backward(
             None if operands.sinks is None else jnp.sum(lse_cotangent, axis=(0, 1)).astype(operands.sinks.dtype),
         )
     call = _Call(spec, operands)
+    call.varying |= varying_axes((out_cotangent, lse_cotangent))
     B, T, S, N, K = spec.batch, spec.query_length, spec.key_value_length, spec.query_heads, spec.key_value_heads
     sinks = -jnp.inf if operands.sinks is None else operands.sinks.astype(call.dtype)
     # A row whose LSE is its sink's saw nothing: its output is constant and its cotangent must not count, not even NaN.
@@ -292,7 +296,7 @@ def backward(
                 parts = step(key_index)
             else:
                 shapes = jax.eval_shape(step, key_index)
-                nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+                nothing = jax.tree.map(lambda x: vary_alike(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
                 parts = jax.lax.cond(key_index < end, step, lambda _: nothing, key_index)
             at = call.keys.start(key_index)
             d_key = _add_block(d_key, parts.key, (0, 0, at, 0))
@@ -301,7 +305,7 @@ def backward(
                 d_bias = _add_block(d_bias, parts.bias, call.bias_slice(d_bias.shape, row_index, key_index)[0])
             return (d_query + parts.query, (d_key, d_value, d_bias)), None
 
-        start = jnp.zeros(rows[0].shape, call.dtype), keys_carry
+        start = vary_alike(jnp.zeros(rows[0].shape, call.dtype), call.varying), keys_carry
         (d_query, keys_carry), _ = jax.lax.scan(visit, start, jnp.arange(call.span))
         d_query = d_query.reshape(B, N, call.rows.block, spec.head_dim).astype(d_query_all.dtype)
         return (_add_block(d_query_all, d_query, (0, 0, call.rows.start(row_index), 0)), keys_carry), None
@@ -310,7 +314,7 @@ def backward(
     d_value = jnp.zeros((B, K, S, spec.value_head_dim), call.dtype)
     d_bias = None if operands.bias is None else jnp.zeros(operands.bias.shape, call.dtype)
     start = jnp.zeros((B, N, T, spec.head_dim), spec.dtype), (d_key, d_value, d_bias)
-    (d_query, (d_key, d_value, d_bias)), _ = jax.lax.scan(row_block, start, call.spans())
+    (d_query, (d_key, d_value, d_bias)), _ = jax.lax.scan(row_block, vary_alike(start, call.varying), call.spans())
     d_query, d_key, d_value = (array.swapaxes(1, 2).astype(spec.dtype) for array in (d_query, d_key, d_value))
     if d_bias is not None:
         assert operands.bias is not None
