@@ -29,13 +29,9 @@ from jax_fa_blackwell.plan.delta import DeltaConfig, DeltaSpec
 BATCH, HEADS = 8, 16
 CALLS, ROUNDS = 20, 9
 KIB = 1024
-SWEEP = (
-    DeltaConfig(8 * KIB, 48 * KIB, 4),
-    DeltaConfig(8 * KIB, 64 * KIB, 3),
-    DeltaConfig(8 * KIB, 96 * KIB, 2),
-    DeltaConfig(16 * KIB, 64 * KIB, 3),
-    DeltaConfig(16 * KIB, 192 * KIB, 1),
-    DeltaConfig(32 * KIB, 192 * KIB, 1),
+SWEEP = tuple(
+    DeltaConfig(tile * KIB, ring * KIB, blocks)
+    for tile, ring, blocks in ((8, 48, 4), (8, 64, 3), (8, 96, 2), (16, 64, 3), (16, 96, 2), (16, 192, 1), (32, 192, 1))
 )
 
 

@@ -21,6 +21,9 @@ _CHUNK = 8
 _MAX_BOX = 256
 _MAX_INT32 = 2**31 - 1
 _TILE_ALIGNMENT = 128
+_LINE_BYTES, _SECTOR_BYTES = 128, 32
+"""Of global memory, as its caches see it."""
+_RESULT_BYTES = 4
 _BARRIER_BYTES = 8
 _MAX_STAGES = 32
 _RESERVED_SHARED_BYTES = 1024
@@ -125,15 +128,30 @@ class DeltaTile:
 
 
 def choose_tile(spec: DeltaSpec, config: DeltaConfig) -> DeltaTile:
-    """The tile for a call: eight tokens, which fill 32-byte sectors of the result, then heads, then more tokens."""
+    """The tile for a call: the largest that the limits allow.
+
+    Of equal ones that with the most tokens, because the result is stored in runs of 4 bytes a token, if what it reads
+    of a token is whole memory lines; else that with the most heads, because every token's ends are partial lines.
+    """
     options = dict(spec.variant.options)
     max_rows = registry.LANES * int(options["consumer_warps"]) * int(options["outputs"])
-    rows = max(1, min(max_rows, config.tile_bytes // (spec.head_dim * _ELEMENT_BYTES)))
+    row_bytes = spec.head_dim * _ELEMENT_BYTES
+    rows = max(1, min(max_rows, config.tile_bytes // row_bytes))
     most_tokens = min(_MAX_BOX, 1 << (spec.tokens - 1).bit_length())
-    tokens = min(8, most_tokens, _power_of_two(rows))
-    head_tiles = -(-spec.heads // (rows // tokens))
-    heads = -(-spec.heads // head_tiles)
-    tokens = min(most_tokens, _power_of_two(rows // heads))
+
+    def shape(run: int) -> tuple[int, int]:
+        heads = -(-spec.heads // -(-spec.heads // (rows // run)))
+        return min(most_tokens, _power_of_two(rows // heads)), heads
+
+    def preference(shape: tuple[int, int]) -> tuple[int, bool, int]:
+        tokens, heads = shape
+        whole_lines = heads * row_bytes % _LINE_BYTES == 0
+        return tokens * heads, whole_lines, tokens if whole_lines else heads
+
+    longest = _power_of_two(min(most_tokens, rows))
+    shortest = min(_SECTOR_BYTES // _RESULT_BYTES, longest)
+    runs = [1 << bits for bits in range(shortest.bit_length() - 1, longest.bit_length())]
+    tokens, heads = max(map(shape, runs), key=preference)
     # One view serves every head tile, so its groups must divide both the tile's heads and all of them.
     shared_words = math.gcd(heads, spec.heads) * spec.head_dim * _ELEMENT_BYTES // _WORD_BYTES
     fits = (words for words in range(_MAX_BOX, 0, -1) if shared_words % words == 0 and words * _WORD_BYTES % 16 == 0)
