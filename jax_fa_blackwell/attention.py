@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import numbers
 import os
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+from jax import ad_checkpoint
+from jax.custom_derivatives import SymbolicZero
 
 from jax_fa_blackwell import reference, sharding, xla
 from jax_fa_blackwell.arguments import Arguments, check_arguments
+from jax_fa_blackwell.differentiation import DIFFERENTIABLE, Passes, no_derivative, tangent
 from jax_fa_blackwell.masks import KvIntervals, kv_intervals, query_intervals
 from jax_fa_blackwell.operands import Operands
 from jax_fa_blackwell.plan import forward as _forward_kernel  # noqa: F401 - it adds its rule to the kernels to choose from
@@ -21,7 +24,7 @@ from jax_fa_blackwell.plan.target import arch_of_compute_capability
 _logger = logging.getLogger("jax_fa_blackwell")
 
 CHECKPOINT_NAME = "context"
-"""The name of the output and the LSE for ``jax.checkpoint`` policies such as ``save_only_these_names``."""
+"""The default name of the output and the LSE for ``jax.checkpoint`` policies such as ``save_only_these_names``."""
 
 
 def flash_attention(
@@ -44,6 +47,7 @@ def flash_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
+    checkpoint_name: str = CHECKPOINT_NAME,
 ) -> Any:
     """Exact attention: ``softmax(scale * query @ key^T + bias) @ value`` for each head, with every usual mask.
 
@@ -83,21 +87,39 @@ def flash_attention(
       deterministic: whether gradients must be the same, bit for bit, in every run ("xla" and "reference" always are).
       implementation: "cuda" (kernels), "xla" (pure JAX, memory linear in T and S), "reference" (the definition,
         quadratic memory), or None for the best available, which logs why once where it is not "cuda".
+      checkpoint_name: what the output and the LSE are called for ``jax.checkpoint``: with the policy
+        ``jax.checkpoint_policies.save_only_these_names("context")`` they are kept and the backward pass runs no forward
+        pass again. "reference" has no names: what it would keep is quadratic.
 
     Without a batch axis in query, the other arrays have none either: lengths are scalars, segment ids [T] and [S].
 
     Returns:
       The output [B, T, N, Hv] in query's dtype; with return_lse a pair of it and the LSE [B, T, N], natural log of
-      each row's softmax denominator, float32 (float64 for float64 inputs). Both are differentiable, by reverse mode
-      any number of times with "xla" and "reference".
+      each row's softmax denominator, float32 (float64 for float64 inputs). Both are differentiable: with "xla" and
+      "reference" in every mode and any number of times, with "cuda" once and by reverse mode.
 
     Raises:
       ValueError: an argument is malformed; the message names it, what it was and what was expected.
-      NotImplementedError: implementation="cuda" and no kernel takes the call; the message names the limit.
+      NotImplementedError: implementation="cuda" and no kernel takes the call; the message names the limit. Or a
+        derivative that kernels do not have (forward mode, second order); a symbolic shape (``jax.export``).
     """
     for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be a Python bool, known when JAX traces; got {flag!r}")
+    if not isinstance(checkpoint_name, str) or not checkpoint_name:
+        raise ValueError(f"checkpoint_name must be a string that is not empty; got {checkpoint_name!r}")
+    _refuse_symbolic_shapes(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        sinks=sinks,
+    )
     arguments = check_arguments(
         query,
         key,
@@ -126,6 +148,7 @@ def flash_attention(
             return_lse=return_lse,
             deterministic=deterministic,
             implementation=implementation,
+            checkpoint_name=checkpoint_name,
         ),
         {
             "query": query,
@@ -175,10 +198,22 @@ def flash_attention(
         if choice.name == "cuda" and spec.mask_form == "rows":
             transposed = query_intervals(arguments.masks)
             operands = operands._replace(key_lo=transposed.lo, key_hi=transposed.hi)
-        out, lse = _attend(choice.name, spec, sharding.vary_alike(operands))
+        out, lse = _attend(choice.name, spec, checkpoint_name, sharding.vary_alike(operands))
     if not arguments.has_batch:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def _refuse_symbolic_shapes(**arrays: Any) -> None:
+    """Blocks, tiles and launch plans are made from the extents when JAX traces."""
+    for name, array in arrays.items():
+        shape = getattr(array, "shape", ())
+        if not all(isinstance(extent, numbers.Integral) for extent in shape):
+            extents = ", ".join(map(str, shape))
+            raise NotImplementedError(
+                f"{name} must have a shape of integers, known when JAX traces; got the symbolic shape [{extents}]: "
+                "export one program for each shape, or pad and give sequence lengths"
+            )
 
 
 def make_spec(arguments: Arguments, intervals: KvIntervals, deterministic: bool) -> AttentionSpec:
@@ -231,40 +266,41 @@ def _log_once(reason: str) -> None:
     _logger.log(level, "flash_attention runs as implementation 'xla': %s", reason)
 
 
-def _module(implementation: str) -> Any:
+@functools.cache
+def _passes(implementation: str) -> Passes:
     if implementation == "xla":
-        return xla
+        return Passes("xla", xla.forward, xla.backward)
+    return Passes("cuda", None, _kernel_backward)
+
+
+def _cuda() -> Any:
     from jax_fa_blackwell import cuda  # here, because only programs with kernels need to find cubins
 
     return cuda
 
 
-def _forward(implementation: str, spec: AttentionSpec, operands: Operands) -> Any:
-    return _module(implementation).forward(spec, operands)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _kernel_backward(spec: AttentionSpec, *arguments):
+    return _cuda().backward(spec, *arguments)
 
 
-_attend: Any = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
+@_kernel_backward.defjvp
+def _refuse_second_derivative(*_):
+    raise no_derivative(_passes("cuda"), "second derivative")
 
 
-def _attend_forward(implementation: str, spec: AttentionSpec, operands: Operands):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _attend(implementation: str, spec: AttentionSpec, name: str, operands: Operands):
+    del name
+    return (xla.forward if implementation == "xla" else _cuda().forward)(spec, operands)
+
+
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(implementation: str, spec: AttentionSpec, name: str, primals, tangents):
+    (operands,), (moving,) = primals, tangents
     # Through _attend again, so that a second derivative uses this rule instead of going through the forward scan.
-    out, lse = _attend(implementation, spec, operands)
-    out, lse = checkpoint_name(out, CHECKPOINT_NAME), checkpoint_name(lse, CHECKPOINT_NAME)
-    return (out, lse), (operands, out, lse)
-
-
-def _attend_backward(implementation: str, spec: AttentionSpec, residuals, cotangents):
-    operands, out, lse = residuals
-    gradients = _module(implementation).backward(spec, operands, out, lse, *cotangents)
-    return (
-        Operands(
-            query=gradients.query,
-            key=gradients.key,
-            value=gradients.value,
-            bias=gradients.bias,
-            sinks=gradients.sinks,
-        ),
-    )
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    out, lse = _attend(implementation, spec, name, operands)
+    out, lse = ad_checkpoint.checkpoint_name(out, name), ad_checkpoint.checkpoint_name(lse, name)
+    given = {field: getattr(moving, field) for field in DIFFERENTIABLE}
+    given = {k: t for k, t in given.items() if t is not None and not isinstance(t, SymbolicZero)}
+    return (out, lse), tangent(_passes(implementation), spec, operands, out, lse, given)

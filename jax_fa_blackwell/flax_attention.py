@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
-from jax_fa_blackwell.attention import flash_attention
+from jax_fa_blackwell.attention import CHECKPOINT_NAME, flash_attention
 
 Rotary = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """Maps the projected query [..., T, N, H] and key [..., S, K, H] to arrays of the same shapes."""
@@ -36,6 +36,7 @@ class AttentionOptions(TypedDict, total=False):
     sinks: jax.Array | None
     deterministic: bool
     implementation: str | None
+    checkpoint_name: str
 
 
 # Trailing dimensions of each option after those of the batch. bias and mask may have 1 where the others may not.
@@ -125,6 +126,7 @@ class AttentionFn:
       scale: factor of the logits; None is 1/sqrt(H).
       is_causal: causal whatever the layer asks for.
       causal_alignment, local_window_size, logits_soft_cap, implementation: as for ``flash_attention``.
+      checkpoint_name: what output and LSE are called for ``jax.checkpoint`` policies, as for ``flash_attention``.
       deterministic_gradient: ``deterministic`` of ``flash_attention``; Flax's argument of that name is about dropout.
     """
 
@@ -135,6 +137,7 @@ class AttentionFn:
     logits_soft_cap: float | None = None
     deterministic_gradient: bool = False
     implementation: str | None = None
+    checkpoint_name: str = CHECKPOINT_NAME
 
     # Linen passes only what it finds in this signature, so every argument it may pass is named here: with **kwargs in
     # their place it would drop the mask without a word.
@@ -230,6 +233,7 @@ class AttentionFn:
             sinks=sinks,
             deterministic=self.deterministic_gradient,
             implementation=self.implementation,
+            checkpoint_name=self.checkpoint_name,
         )
 
 

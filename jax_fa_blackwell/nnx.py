@@ -120,7 +120,8 @@ class MultiHeadAttention(nnx.Module):
           rotary: called with the projected query and key, returns them with their positions put in.
           **options: any of ``bias``, ``mask``, ``scale``, ``is_causal``, ``causal_alignment``, ``local_window_size``,
             ``query_seq_lengths``, ``key_value_seq_lengths``, ``query_segment_ids``, ``key_value_segment_ids``,
-            ``logits_soft_cap``, ``sinks``, ``deterministic``, ``implementation``, as for ``flash_attention``.
+            ``logits_soft_cap``, ``sinks``, ``deterministic``, ``implementation``, ``checkpoint_name``, as for
+            ``flash_attention``.
 
         Returns:
           [batch..., T, out_features].

@@ -221,7 +221,8 @@ def _online_softmax_step(call: _Call, query: Array, state, row_index, key_index)
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
         value = _clean(value, _seen(visible))
-    new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+    # The result does not depend on the peak, so neither does its derivative; and -inf - -inf stays out of that.
+    new_peak = jax.lax.stop_gradient(jnp.maximum(peak, jnp.max(scores, axis=-1)))
     safe_peak = jnp.where(new_peak == -jnp.inf, 0, new_peak)
     weights = jnp.exp(scores - safe_peak[..., None])
     decay = jnp.exp(peak - safe_peak)
@@ -232,7 +233,7 @@ def _online_softmax_step(call: _Call, query: Array, state, row_index, key_index)
 
 def _finish(peak: Array, total: Array, weighted: Array, sink: Array) -> tuple[Array, Array]:
     """Normalises a block of rows; the sink enters here, once, as one more term of the sum."""
-    full_peak = jnp.maximum(peak, sink)
+    full_peak = jax.lax.stop_gradient(jnp.maximum(peak, sink))
     safe_peak = jnp.where(full_peak == -jnp.inf, 0, full_peak)
     decay = jnp.exp(peak - safe_peak)
     total = total * decay + jnp.exp(sink - safe_peak)

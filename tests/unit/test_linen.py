@@ -358,6 +358,7 @@ def test_layer_hands_on_every_option():
         "sinks": jnp.arange(4.0),
         "deterministic": True,
         "implementation": "reference",
+        "checkpoint_name": "attention",
     }
     params = variables["params"]
     query_heads, key_heads, value_heads = (

@@ -211,6 +211,7 @@ def test_layer_hands_on_every_option():
         "sinks": jnp.arange(4.0),
         "deterministic": True,
         "implementation": "reference",
+        "checkpoint_name": "attention",
     }
     assert set(options) | {"query", "key", "value", "return_lse"} == set(inspect.signature(flash_attention).parameters)
 

@@ -1,0 +1,200 @@
+"""The derivative of attention as one linear operation: what reverse mode transposes and forward mode evaluates.
+
+``jax.custom_vjp`` refuses forward mode, and a rule of ``jax.custom_jvp`` alone would make reverse mode keep the weights
+of every block. So attention has a ``custom_jvp`` whose rule is this primitive: linear in the tangents, with the
+backward pass as its transpose. Forward mode evaluates the tangent of the blockwise forward pass in ``xla``, in memory
+linear in T and S; kernels have no such pass, and say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_fa_blackwell.operands import Operands
+from jax_fa_blackwell.plan.spec import AttentionSpec
+
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+
+Results = tuple[jax.Array, jax.Array]
+
+
+class Passes(NamedTuple):
+    """An implementation as this module needs it; its functions are of module level, so that equal calls are equal.
+
+    Attributes:
+      name: of the implementation, for messages.
+      forward: (spec, operands) -> (out, lse), a JAX function that forward mode can differentiate; None if it is made
+        of kernels.
+      backward: (spec, operands, out, lse, cotangent of out, cotangent of lse) -> Gradients.
+    """
+
+    name: str
+    forward: Callable[..., Results] | None
+    backward: Callable[..., Any]
+
+
+class _Call(NamedTuple):
+    """The static part: what the flat arguments of the primitive are.
+
+    Attributes:
+      passes, spec: the call.
+      names: the operands that have a tangent, in the order of the tangents.
+      tree: the structure of (operands, out, lse).
+      batched: for each vmap around the call, outermost last, which of the flat arguments have its axis, as axis 0.
+    """
+
+    passes: Passes
+    spec: AttentionSpec
+    names: tuple[str, ...]
+    tree: Any
+    batched: tuple[tuple[bool, ...], ...] = ()
+
+    @property
+    def residuals(self) -> int:
+        return self.tree.num_leaves
+
+
+def no_derivative(passes: Passes, what: str) -> NotImplementedError:
+    """The error of a derivative that kernels do not have."""
+    return NotImplementedError(
+        f"{what} of implementation={passes.name!r}: kernels have first derivatives by reverse mode only; "
+        "use flash_attention(..., implementation='xla')"
+    )
+
+
+def tangent(
+    passes: Passes, spec: AttentionSpec, operands: Operands, out: jax.Array, lse: jax.Array, tangents: dict[str, Any]
+) -> Results:
+    """The tangents of output and LSE.
+
+    Args:
+      passes: the implementation.
+      spec: the call.
+      operands: its arrays, each varying over the same mesh axes.
+      out: its output.
+      lse: its LSE.
+      tangents: by the operand's name; those that are not there are zero. At least one.
+
+    Returns:
+      Like ``out`` and ``lse``.
+    """
+    leaves, tree = jax.tree.flatten((operands, out, lse))
+    call = _Call(passes, spec, tuple(tangents), tree)
+    d_out, d_lse = _tangent_p.bind(*leaves, *tangents.values(), call=call)
+    return d_out, d_lse
+
+
+_tangent_p = Primitive("jax_fa_blackwell_tangent")
+_tangent_p.multiple_results = True
+
+
+@_tangent_p.def_abstract_eval
+def _abstract(*avals, call: _Call):
+    _, out, lse = jax.tree.unflatten(call.tree, avals[: call.residuals])
+    return [out, lse]
+
+
+def _evaluate(*arrays, call: _Call) -> list[jax.Array]:
+    """Forward mode: the tangent of the forward pass, its own primal results dropped."""
+    if call.passes.forward is None:
+        raise no_derivative(call.passes, "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.hessian)")
+    forward = functools.partial(call.passes.forward, call.spec)
+
+    def one(*arrays):
+        operands, _, _ = jax.tree.unflatten(call.tree, arrays[: call.residuals])
+        tangents = dict(zip(call.names, arrays[call.residuals :], strict=True))
+
+        def along(differentiated):
+            return forward(operands._replace(**differentiated))
+
+        return list(jax.jvp(along, ({name: getattr(operands, name) for name in tangents},), (tangents,))[1])
+
+    for flags in call.batched:
+        one = jax.vmap(one, [0 if flag else None for flag in flags])
+    return one(*arrays)
+
+
+@_tangent_p.def_impl
+def _run(*arrays, call: _Call):
+    return jax.jit(functools.partial(_tangent_p.bind, call=call))(*arrays)
+
+
+mlir.register_lowering(_tangent_p, mlir.lower_fun(_evaluate, multiple_results=True))
+
+
+def _jvp(primals, tangents, *, call: _Call):
+    """Linear in the last arguments, so that their derivative can be transposed; the rest by JAX."""
+    results = _tangent_p.bind(*primals, call=call)
+    count = call.residuals
+    parts = []
+    if any(type(t) is not ad.Zero for t in tangents[count:]):
+        instantiated = map(ad.instantiate_zeros, tangents[count:])
+        parts.append(_tangent_p.bind(*primals[:count], *instantiated, call=call))
+    moving = [index for index, t in enumerate(tangents[:count]) if type(t) is not ad.Zero]
+    if moving:
+
+        def of_residuals(*some):
+            arrays = list(primals)
+            for index, array in zip(moving, some, strict=True):
+                arrays[index] = array
+            return _evaluate(*arrays, call=call)
+
+        parts.append(jax.jvp(of_residuals, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
+    return results, list(functools.reduce(lambda a, b: map(operator.add, a, b), parts))
+
+
+ad.primitive_jvps[_tangent_p] = _jvp
+
+
+def _transpose(cotangents, *arguments, call: _Call):
+    """Reverse mode: the backward pass."""
+    residuals, linear = arguments[: call.residuals], arguments[call.residuals :]
+    cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+
+    def one(*arrays):
+        operands, out, lse = jax.tree.unflatten(call.tree, arrays[: call.residuals])
+        gradients = call.passes.backward(call.spec, operands, out, lse, *arrays[call.residuals :])
+        return [getattr(gradients, name) for name in call.names]
+
+    for flags in call.batched:
+        one = _mapped_transpose(one, flags, call.residuals)
+    gradients = one(*residuals, *cotangents)
+    wanted = [g if ad.is_undefined_primal(x) else None for g, x in zip(gradients, linear, strict=True)]
+    return [None] * call.residuals + wanted
+
+
+ad.primitive_transposes[_tangent_p] = _transpose
+
+
+def _mapped_transpose(transpose: Callable, flags: tuple[bool, ...], residuals: int) -> Callable:
+    """The transpose of a vmap: an argument that the vmap did not map gets the sum of its cotangents."""
+    in_axes = [0 if flag else None for flag in flags[:residuals]] + [0, 0]
+
+    def run(*arrays):
+        gradients = jax.vmap(transpose, in_axes)(*arrays)
+        return [g if flag else jnp.sum(g, 0) for g, flag in zip(gradients, flags[residuals:], strict=True)]
+
+    return run
+
+
+def _batch(arrays, axes, *, call: _Call):
+    """A vmap around the call; its results, and so the primal results among its arguments, have the new axis."""
+    size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
+    moved = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
+    flags = [axis is not None for axis in axes]
+    for index in (call.residuals - 2, call.residuals - 1):  # out and lse
+        if not flags[index]:
+            moved[index], flags[index] = jnp.broadcast_to(moved[index], (size, *moved[index].shape)), True
+    results = _tangent_p.bind(*moved, call=call._replace(batched=(*call.batched, tuple(flags))))
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[_tangent_p] = _batch
