@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,61 +71,28 @@ def _with_batched_sinks(spec: AttentionSpec, operands: Operands) -> Operands:
 
 
 @functools.cache
-def _batched(function: Callable, spec: AttentionSpec) -> Callable:
-    """``function(spec, ...)`` partitioned over devices, with a rule for vmap by which one launch runs a mapped axis."""
+def _batched(function: Callable, spec: AttentionSpec, flags: tuple[tuple[bool, ...], ...] = ()) -> Callable:
+    """``function(spec, ...)`` partitioned over devices, with a rule for vmap by which one launch runs a mapped axis.
+
+    Mapped axes are folded within each device's part, so that they, too, may be sharded.
+
+    Args:
+      function: ``_forward`` or ``_backward``.
+      spec: one call, without mapped axes.
+      flags: for each mapped axis, the outermost first, which of the flat arguments have it as a leading axis.
+    """
 
     @jax.custom_batching.custom_vmap
     def run(*arguments):
-        return _partitioned(function, spec)(*arguments)
+        return _partitioned(function, spec, flags)(*arguments)
 
     @run.def_vmap
-    def _fold(axis_size, in_batched, *arguments):
-        operands = in_batched[0]
-        shared = not (operands.key or operands.value or operands.lo or operands.hi)
-        fold = _fold_into_heads if shared and function is _forward else _fold_into_batch
-        results = fold(function, spec, axis_size, in_batched, arguments)
+    def _map(axis_size, in_batched, *arguments):
+        del axis_size
+        results = _batched(function, spec, (tuple(jax.tree.leaves(in_batched)), *flags))(*arguments)
         return results, jax.tree.map(lambda _: True, results)
 
     return run
-
-
-def _fold_into_batch(function, spec, axis_size, in_batched, arguments):
-    """A mapped axis becomes part of the batch."""
-
-    def fold(array, batched):
-        return _mapped(array, batched, axis_size).reshape(-1, *array.shape[2 if batched else 1 :])
-
-    larger = dataclasses.replace(spec, batch=spec.batch * axis_size)
-    results = _batched(function, larger)(*jax.tree.map(fold, arguments, tuple(in_batched)))
-    return jax.tree.map(lambda x: x.reshape(axis_size, spec.batch, *x.shape[1:]), results)
-
-
-def _fold_into_heads(function, spec, axis_size, in_batched, arguments):
-    """Queries mapped over keys and values that are not: more query heads for each key head, and no copy of the keys.
-
-    This is for the forward only. The gradients of keys and values are one for each element of the mapped axis, whereas
-    a head's gradient is the sum over its group; and arrays as large as a copy of keys and values are what the backward
-    has to return.
-    """
-    (operands,), (batched,) = arguments, in_batched
-    B, T, N, K = spec.batch, spec.query_length, spec.query_heads, spec.key_value_heads
-    larger = dataclasses.replace(spec, query_heads=N * axis_size)
-    query = _mapped(operands.query, batched.query, axis_size).reshape(axis_size, B, T, K, N // K, -1)
-    query = jnp.moveaxis(query, 0, 3).reshape(B, T, N * axis_size, -1)
-    sinks = operands.sinks
-    if sinks is not None:
-        sinks = _mapped(sinks, batched.sinks, axis_size).reshape(axis_size, B, K, N // K)
-        sinks = jnp.moveaxis(sinks, 0, 2).reshape(B, N * axis_size)
-
-    def unfold(array):
-        array = array.reshape(B, T, K, axis_size, N // K, *array.shape[3:])
-        return jnp.moveaxis(array, 3, 0).reshape(axis_size, B, T, N, *array.shape[5:])
-
-    return jax.tree.map(unfold, _batched(function, larger)(operands._replace(query=query, sinks=sinks)))
-
-
-def _mapped(array: jax.Array, batched: bool, axis_size: int) -> jax.Array:
-    return array if batched else jnp.broadcast_to(array, (axis_size, *array.shape))
 
 
 _OPERAND_AXES = Operands(
@@ -139,17 +107,95 @@ _OPERAND_AXES = Operands(
 )
 
 
-def _partitioned(function: Callable, spec: AttentionSpec) -> Callable:
-    """``function(spec, ...)`` for ``_forward`` and ``_backward``, partitioned over devices by batch and heads."""
+def _partitioned(function: Callable, spec: AttentionSpec, flags: tuple[tuple[bool, ...], ...]) -> Callable:
+    """The function partitioned over devices by mapped axes, batch and heads."""
     axes = _OPERAND_AXES
     if not spec.has_sinks:
         axes = axes._replace(sinks=None)
     if spec.mask_form != "rows":
         axes = axes._replace(lo=None, hi=None, key_lo=None, key_hi=None)
     results = ("b t n v", "b t n")
-    if function is _forward:
-        return partition(function, spec, (axes,), results)
-    return partition(function, spec, (axes, *results, *results), ("b t n h", "b s k h", "b s k v", "b n t"))
+    operands = (axes,)
+    if function is _backward:
+        operands, results = (axes, *results, *results), ("b t n h", "b s k h", "b s k v", "b n t")
+    if not flags:
+        return partition(function, spec, operands, results)
+
+    def mapped(axes, has_axis):
+        return " ".join([f"a{level}" for level, has in enumerate(has_axis) if has] + [axes])
+
+    leaves, tree = jax.tree.flatten(operands)
+    leaves = [mapped(axes, has_axis) for axes, has_axis in zip(leaves, zip(*flags, strict=True), strict=True)]
+    results = [mapped(axes, (True,) * len(flags)) for axes in results]
+    return partition(functools.partial(_fold, function, flags), spec, jax.tree.unflatten(tree, leaves), results)
+
+
+def _fold(function: Callable, flags: tuple[tuple[bool, ...], ...], spec: AttentionSpec, *arguments):
+    """Runs all elements of the mapped axes at once."""
+    leaves, tree = jax.tree.flatten(arguments)
+    of_leaves = list(zip(*flags, strict=True))
+    extents = [
+        next(leaf.shape[sum(has[:level])] for leaf, has in zip(leaves, of_leaves, strict=True) if has[level])
+        for level in range(len(flags))
+    ]
+    size = math.prod(extents)
+
+    def merge(leaf, has_axis):
+        """All mapped axes as one leading axis, if the array has any of them."""
+        if not any(has_axis):
+            return leaf
+        rest = leaf.shape[sum(has_axis) :]
+        ones = [extent if has else 1 for extent, has in zip(extents, has_axis, strict=True)]
+        return jnp.broadcast_to(leaf.reshape(*ones, *rest), (*extents, *rest)).reshape(size, *rest)
+
+    merged = [merge(leaf, has_axis) for leaf, has_axis in zip(leaves, of_leaves, strict=True)]
+    arguments = jax.tree.unflatten(tree, merged)
+    is_mapped = jax.tree.unflatten(tree, [any(has_axis) for has_axis in of_leaves])
+    operands = is_mapped[0]
+    shares_keys = not (operands.key or operands.value or operands.lo or operands.hi)
+    fold = _fold_into_heads if shares_keys and function is _forward else _fold_into_batch
+    results = fold(function, spec, size, is_mapped, arguments)
+    return tuple(result.reshape(*extents, *result.shape[1:]) for result in results)
+
+
+def _fold_into_batch(function: Callable, spec: AttentionSpec, size: int, is_mapped: Any, arguments: Any):
+    """A mapped axis becomes part of the batch."""
+
+    def fold(array, mapped):
+        array = array if mapped else jnp.broadcast_to(array, (size, *array.shape))
+        return array.reshape(-1, *array.shape[2:])
+
+    larger = dataclasses.replace(spec, batch=spec.batch * size)
+    results = function(larger, *jax.tree.map(fold, arguments, is_mapped))
+    return [result.reshape(size, spec.batch, *result.shape[1:]) for result in results]
+
+
+def _fold_into_heads(function: Callable, spec: AttentionSpec, size: int, is_mapped: Any, arguments: Any):
+    """Queries mapped over keys and values that are not: more query heads for each key head, and no copy of the keys.
+
+    This is for the forward only. The gradients of keys and values are one for each element of the mapped axis, whereas
+    a head's gradient is the sum over its group; and arrays as large as a copy of keys and values are what the backward
+    has to return.
+    """
+    (operands,), (mapped,) = arguments, is_mapped
+    B, T, N, K = spec.batch, spec.query_length, spec.query_heads, spec.key_value_heads
+
+    def fold(array, mapped, axis):
+        """[size, ..., N, ...] as [..., size * N, ...], a key head's queries together."""
+        array = array if mapped else jnp.broadcast_to(array, (size, *array.shape))
+        array = array.reshape(*array.shape[: axis + 1], K, N // K, *array.shape[axis + 2 :])
+        array = jnp.moveaxis(array, 0, axis + 1)
+        return array.reshape(*array.shape[:axis], size * N, *array.shape[axis + 3 :])
+
+    def unfold(array):
+        array = array.reshape(B, T, K, size, N // K, *array.shape[3:])
+        return jnp.moveaxis(array, 3, 0).reshape(size, B, T, N, *array.shape[5:])
+
+    operands = operands._replace(query=fold(operands.query, mapped.query, 2))
+    if operands.sinks is not None:
+        operands = operands._replace(sinks=fold(operands.sinks, mapped.sinks, 1))
+    results = function(dataclasses.replace(spec, query_heads=size * N), operands)
+    return [unfold(result) for result in results]
 
 
 def _forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ...]:

@@ -97,7 +97,7 @@ def map_explicit(function: Callable[..., Any], arrays: Mapping[str, jax.Array | 
         for letter, extent, axes in zip(letters[name], types[name].shape, explicit[name], strict=True):
             if axes is None:
                 continue
-            if letter not in ("b", *_HEADS):
+            if letter in _NAMES:
                 raise ValueError(_length_is_sharded(name, letter, axes))
             kind = "n" if letter in _HEADS else letter
             first, agreed = found.setdefault(kind, (name, axes))
@@ -180,14 +180,15 @@ def partition(
     operand_axes: Any,
     result_axes: Sequence[str],
 ) -> Callable[..., Any]:
-    """``function(spec, *operands)`` such that the compiler partitions it by batch and heads.
+    """``function(spec, *operands)`` such that the compiler partitions it by batch, heads and axes of any other name.
 
     In ``jax.shard_map`` with every mesh axis manual, and on one device, it is the function itself.
 
     Args:
       function: on local operands with a local spec.
       spec: the whole call.
-      operand_axes: for each operand, in the tree of the operands, its axes such as "b t n h".
+      operand_axes: for each operand, in the tree of the operands, its axes such as "b t n h"; query, key and value
+        come first.
       result_axes: the same for each result; results are a flat tuple.
 
     Returns:
@@ -206,9 +207,10 @@ def partition(
         names = ("query", "key", "value")
         for name, letters, leaf in zip(names, operand_letters, leaves, strict=False):
             for letter, axes in zip(letters, leaf.sharding.spec, strict=True):
-                if axes and letter not in ("b", *_HEADS):
+                if axes and letter in _NAMES:
                     raise ValueError(_length_is_sharded(name, letter, axes))
-        entries = {letter: _first(letter, operand_letters, leaves) for letter in ("b", *_HEADS)}
+        free = {letter for letters in operand_letters for letter in letters} - _NAMES.keys()
+        entries = {letter: _first(letter, operand_letters, leaves) for letter in free}
         heads = entries["n"] or entries["k"]
         _check_heads(spec.query_heads, spec.key_value_heads, heads, mesh)
         entries["n"] = entries["k"] = heads
