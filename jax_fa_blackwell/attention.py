@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import numbers
-import os
 from typing import Any
 
 import jax
@@ -245,13 +244,13 @@ def make_spec(arguments: Arguments, intervals: KvIntervals, deterministic: bool)
 def device_arch() -> str | None:
     """The architecture that kernels are chosen for: the default GPU's if kernels exist for it, else None.
 
-    The environment variable that ``lowering.arches`` reads comes first, so that a program can be lowered for a GPU
-    on a machine that has none.
+    What ``lowering.named_arches`` says comes first, so that a program can be lowered for a GPU on a machine that has
+    none.
     """
     from jax_fa_blackwell import lowering  # here, because it takes a good part of the package's import time
 
-    if os.environ.get(lowering.ARCH_VARIABLE):
-        return lowering.arches()[0]
+    if named := lowering.named_arches():
+        return named[0]
     if jax.default_backend() != "gpu":
         return None
     capability = getattr(jax.devices()[0], "compute_capability", "")

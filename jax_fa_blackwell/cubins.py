@@ -206,6 +206,35 @@ def _checked_cache() -> Store:
     return Store(folder)
 
 
+def add(sha256: str, data: bytes) -> pathlib.Path:
+    """Writes a cubin that came from elsewhere into the user's cache, if it is not there, and returns the folder.
+
+    The executor finds it there by its hash; it is no entry of the manifest, so that ``find`` does not see it.
+
+    Raises:
+      ValueError: the bytes do not have the hash.
+      PermissionError: the cache could be written by others.
+    """
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise ValueError(f"cubin {sha256} is damaged: its {len(data)} bytes have sha256 {found}")
+    folder = _checked_cache().folder
+    path = folder / f"{sha256}.cubin"
+    if not (path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256):
+        _write(path, data)
+    return folder
+
+
+def read(sha256: str) -> bytes | None:
+    """The bytes of a cubin by their hash, from the folders of ``folders``; None if it is in none or damaged."""
+    for folder in folders():
+        with contextlib.suppress(OSError):
+            data = (folder / f"{sha256}.cubin").read_bytes()
+            if hashlib.sha256(data).hexdigest() == sha256:
+                return data
+    return None
+
+
 def folders() -> tuple[pathlib.Path, ...]:
     """Where cubins that ``find`` returned may lie."""
     return PACKAGED, cache_folder()

@@ -6,13 +6,15 @@ that calls the target can be lowered for CUDA on any machine.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import importlib.resources
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -26,6 +28,7 @@ PLATFORM = "CUDA"
 _STATE_TYPE = "jax_fa_blackwell_call_site"
 _LIBRARY = "libjax_fa_blackwell_ffi.so"
 _lock = threading.Lock()
+_recorded: contextvars.ContextVar[list[launch.LaunchPlan] | None] = contextvars.ContextVar("recorded", default=None)
 
 
 @functools.cache
@@ -74,8 +77,8 @@ def execution_count() -> int:
 def register(platform: str = PLATFORM) -> None:
     """Registers the target with JAX, if that has not happened. ``call`` does so by itself.
 
-    A process that runs a deserialized ``jax.export`` program, and so never traces a call, registers the target and adds
-    its cubin directories by hand.
+    A process that runs a ``jax.export`` program, and so never traces a call, needs it and the cubins' directories too:
+    ``aot.deserialize`` sees to both.
 
     Args:
       platform: XLA's name of the platform. The executor runs on CUDA only; tests register it elsewhere to see how it
@@ -98,6 +101,17 @@ def _register(platform: str) -> None:
         "execute": jax.ffi.pycapsule(lib.jfa_execute),
     }
     jax.ffi.register_ffi_target(TARGET, stages, platform=platform)
+
+
+@contextlib.contextmanager
+def recorded_plans() -> Iterator[list[launch.LaunchPlan]]:
+    """A list that gets the plan of every call made within, in this thread."""
+    plans: list[launch.LaunchPlan] = []
+    token = _recorded.set(plans)
+    try:
+        yield plans
+    finally:
+        _recorded.reset(token)
 
 
 def _nbytes(what: str, shape: tuple, dtype: np.dtype) -> int:
@@ -143,6 +157,8 @@ def call(
     _check_sizes(plan, "argument", arguments, plan.argument_bytes)
     _check_sizes(plan, "result", results, plan.result_bytes)
     register()
+    if (recorded := _recorded.get()) is not None:
+        recorded.append(plan)
 
     @jax.custom_batching.custom_vmap
     def emit(*arrays):

@@ -7,9 +7,11 @@ such a branch until it is lowered.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +21,8 @@ from jax.interpreters import mlir
 from jax_fa_blackwell.plan.target import TARGETS, arch_of_compute_capability, get_target
 
 ARCH_VARIABLE = "JAX_FA_BLACKWELL_ARCH"
+
+_chosen: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("arches", default=())
 
 _deferred_p = Primitive("jax_fa_blackwell_deferred")
 _deferred_p.multiple_results = True
@@ -73,23 +77,73 @@ def deferred(
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def arches() -> tuple[str, ...]:
-    """The architectures that a program lowered for CUDA now is to run on: the one place that decides it.
+@contextlib.contextmanager
+def lowering_for(arches: Sequence[str]) -> Iterator[None]:
+    """Within it programs are lowered for these architectures, whatever the environment and the devices are.
 
-    ``JAX_FA_BLACKWELL_ARCH`` (one name or several, comma-separated) if set; else those of this process's CUDA devices,
-    which may be none that the kernels know; else, with no CUDA device, all: the program is lowered for elsewhere.
+    Traces are forgotten before and after: they hold choices made for other architectures. The first one decides which
+    implementation runs a call that leaves it open.
+
+    Args:
+      arches: names such as "sm_100a"; at least one.
+
+    Raises:
+      ValueError: arches is empty or has an unknown name.
+    """
+    if not arches:
+        raise ValueError(f"arches must have at least one name, of {', '.join(TARGETS)}; got {arches!r}")
+    token = _chosen.set(tuple(dict.fromkeys(get_target(name).arch for name in arches)))
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+        jax.clear_caches()
+
+
+def named_arches() -> tuple[str, ...]:
+    """The architectures named by ``lowering_for`` or, failing that, by ``JAX_FA_BLACKWELL_ARCH``; else none.
 
     Raises:
       ValueError: the variable has an unknown name.
     """
-    if names := os.environ.get(ARCH_VARIABLE):
-        try:
-            return tuple(dict.fromkeys(get_target(name.strip()).arch for name in names.split(",")))
-        except ValueError as error:
-            raise ValueError(f"environment variable {ARCH_VARIABLE}={names!r}: {error}") from error
+    if chosen := _chosen.get():
+        return chosen
+    names = os.environ.get(ARCH_VARIABLE)
+    if not names:
+        return ()
     try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:  # no such backend in this process
-        return tuple(TARGETS)
+        return tuple(dict.fromkeys(get_target(name.strip()).arch for name in names.split(",")))
+    except ValueError as error:
+        raise ValueError(f"environment variable {ARCH_VARIABLE}={names!r}: {error}") from error
+
+
+def arches() -> tuple[str, ...]:
+    """The architectures that a program lowered for CUDA now is to run on: the one place that decides it.
+
+    Those of ``lowering_for`` around; else ``JAX_FA_BLACKWELL_ARCH`` (one name or several, comma-separated) if set; else
+    those of this process's CUDA devices, which may be none that the kernels know; else, with no CUDA device, all: the
+    program is lowered for elsewhere.
+
+    Raises:
+      ValueError: the variable has an unknown name.
+    """
+    if named := named_arches():
+        return named
+    return device_arches() or (() if _has_cuda() else tuple(TARGETS))
+
+
+def device_arches() -> tuple[str, ...]:
+    """The architectures, of those that the kernels know, that this process's CUDA devices have; perhaps none."""
+    if not _has_cuda():
+        return ()
+    devices = jax.local_devices(backend="cuda")
     found = (arch_of_compute_capability(*map(int, device.compute_capability.split("."))) for device in devices)
     return tuple(dict.fromkeys(arch for arch in found if arch))
+
+
+def _has_cuda() -> bool:
+    try:
+        return bool(jax.local_devices(backend="cuda"))
+    except RuntimeError:  # no such backend in this process
+        return False

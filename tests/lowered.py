@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jax_fa_blackwell import cuda, custom_call, delta, lowering
+from jax_fa_blackwell.plan.launch import LaunchPlan
 
 BLACKWELL = "sm_100a,sm_103a"
 
@@ -39,24 +40,22 @@ def lower_for_cuda(function: Callable[..., Any], *arguments: Any, **options: Any
     return jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def launches(text: str) -> list[str]:
-    """The names of the plans that one run of the program's ``main`` enqueues; a loop's body counts once."""
+def launches(text: str) -> list[LaunchPlan]:
+    """The plans that one run of the program's ``main`` enqueues, in order; a loop's body counts once."""
     bodies = {
-        next(filter(None, match.groups()[:2])): match[3]
+        match[1] or match[2]: match[3]
         for match in re.finditer(r'func\.func \w+ @(?:"([^"]+)"|([\w.]+))\(([\s\S]*?)(?=\n  func\.func |\Z)', text)
     }
+    called, plan = r'\bcall @(?:"([^"]+)"|([\w.]+))\(', r'plan = "((?:[^"\\]|\\.)*)"'
 
-    def run(name: str) -> Iterator[str]:
-        pattern = (
-            rf'\bcall @(?:"([^"]+)"|([\w.]+))\(|custom_call @{custom_call.TARGET}\(.*?plan = "JFAP((?:[^"\\]|\\.)*)"'
-        )
-        for match in re.finditer(pattern, bodies[name]):
-            callee = match[1] or match[2]
-            if callee is not None:
-                yield from run(callee)
+    def run(name: str) -> Iterator[LaunchPlan]:
+        for match in re.finditer(rf"{called}|custom_call @{custom_call.TARGET}\(.*?{plan}", bodies[name]):
+            if match[3] is None:
+                yield from run(match[1] or match[2])
             else:
-                # The plan's version and the length of its name, four bytes each, stand before the name.
-                written = re.sub(r"\\([0-9A-F]{2})", lambda m: chr(int(m[1], 16)), match[3])
-                yield written[8 : 8 + ord(written[4])]
+                # MLIR writes a backslash twice, and other than printable bytes as \XX.
+                byte = lambda m: m[1] if m[1] == b"\\" else bytes.fromhex(m[1].decode())  # noqa: E731
+                written = re.sub(rb"\\(\\|[0-9A-F]{2})", byte, match[3].encode())
+                yield LaunchPlan.decode(written)
 
     return list(run("main"))

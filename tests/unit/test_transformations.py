@@ -164,8 +164,8 @@ def kernel_loss(*arrays, **options):
 
 def count(function, *arguments, **options) -> tuple[int, int]:
     """Forward and backward launches of one run of the program lowered for CUDA."""
-    names = launches(lower_for_cuda(function, *(arguments or CUDA_INPUTS), **options))
-    kinds = [name.split("_")[0] for name in names]
+    plans = launches(lower_for_cuda(function, *(arguments or CUDA_INPUTS), **options))
+    kinds = [plan.name.split("_")[0] for plan in plans]
     assert set(kinds) <= {"forward", "backward"}
     return kinds.count("forward"), kinds.count("backward")
 
