@@ -95,25 +95,15 @@ def _batched(function: Callable, spec: AttentionSpec, flags: tuple[tuple[bool, .
     return run
 
 
-_OPERAND_AXES = Operands(
-    query="b t n h",
-    key="b s k h",
-    value="b s k v",
-    sinks="b n",
-    lo="b t",
-    hi="b t",
-    key_lo="b s",
-    key_hi="b s",
-)
+_OPERAND_AXES: dict[str, Any] = {"query": "b t n h", "key": "b s k h", "value": "b s k v"}
+_INTERVAL_AXES: dict[str, Any] = {"lo": "b t", "hi": "b t", "key_lo": "b s", "key_hi": "b s"}
 
 
 def _partitioned(function: Callable, spec: AttentionSpec, flags: tuple[tuple[bool, ...], ...]) -> Callable:
     """The function partitioned over devices by mapped axes, batch and heads."""
-    axes = _OPERAND_AXES
-    if not spec.has_sinks:
-        axes = axes._replace(sinks=None)
-    if spec.mask_form != "rows":
-        axes = axes._replace(lo=None, hi=None, key_lo=None, key_hi=None)
+    axes = Operands(**_OPERAND_AXES, **(_INTERVAL_AXES if spec.mask_form == "rows" else {}))
+    if spec.has_sinks:
+        axes = axes._replace(sinks="b n")  # pyright: ignore[reportArgumentType]
     results = ("b t n v", "b t n")
     operands = (axes,)
     if function is _backward:
