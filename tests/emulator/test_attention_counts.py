@@ -1,0 +1,77 @@
+"""What the Blackwell kernels execute is what their plans say: products, exponentials, and the blocks a mask leaves."""
+
+import pytest
+
+from emulator import attention_counts as counts
+from jax_fa_blackwell import export
+from jax_fa_blackwell.plan import backward, forward
+from jax_fa_blackwell.plan.slices import ROWS, round_up
+from jax_fa_blackwell.plan.target import get_target
+
+pytestmark = [
+    pytest.mark.emulator,
+    pytest.mark.skipif(export.toolchain() is None, reason="the kernel DSL is not installed"),
+]
+
+TARGET = get_target(counts.ARCH)
+LENGTH = 512  # whole work items of every variant
+HEAD_DIMS = ((16, 16), (64, 64), (72, 72), (96, 96), (128, 128), (192, 128), (256, 256), (320, 320), (64, 512))
+
+
+class TestForward:
+    @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+    @pytest.mark.parametrize(("H", "Hv"), HEAD_DIMS)
+    def test_products_and_exponentials(self, H, Hv, causal):
+        spec = counts.make_spec(LENGTH, H, Hv, causal)
+        plan = forward.plan_forward(spec, TARGET)
+        report = counts.run_forward(spec)
+        blocks = counts.causal_blocks(LENGTH, plan.group_rows) if causal else (LENGTH // ROWS) ** 2
+        dims = plan.value_chunks * round_up(H, 16) + round_up(Hv, 16)
+        assert counts.mma_flop(report) == 2 * blocks * ROWS * ROWS * dims
+        if not causal and H % 16 == Hv % 16 == 0 and Hv <= 256:
+            assert counts.mma_flop(report) == 2 * LENGTH * LENGTH * (H + Hv)
+        by_polynomial = ROWS // plan.polynomial_every if plan.polynomial_every else 0
+        a_row = ROWS - by_polynomial + 1  # and the factor that rescales the row
+        assert counts.exponentials(report) == plan.value_chunks * blocks * ROWS * a_row
+
+    def test_blocks_of_a_causal_mask(self):
+        assert counts.causal_blocks(512, 128) == 1 + 2 + 3 + 4
+        assert counts.causal_blocks(512, 256) == 2 * 2 + 2 * 4
+
+
+class TestBackward:
+    @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+    @pytest.mark.parametrize(("H", "Hv"), HEAD_DIMS)
+    def test_products_and_exponentials(self, H, Hv, causal):
+        spec = counts.make_spec(LENGTH, H, Hv, causal)
+        passes = backward.plan_backward(spec, TARGET)
+        report = counts.run_backward(spec)
+        scores = ROWS * ROWS * (counts.causal_blocks(LENGTH, ROWS) if causal else (LENGTH // ROWS) ** 2)
+        assert counts.exponentials(report) == scores * sum(one.parts for one in passes)
+        if H % 16 == Hv % 16 == 0:
+            products = sum(one.gemms for one in passes)
+            assert counts.mma_flop(report) == pytest.approx(2 * scores * products * (H + Hv) / 2, rel=1e-12)
+
+    @pytest.mark.parametrize(("H", "Hv", "products"), [(64, 64, 7), (128, 128, 7), (256, 256, 8)])
+    def test_number_of_products(self, H, Hv, products):
+        report = counts.run_backward(counts.make_spec(LENGTH, H, Hv, causal=False))
+        assert counts.mma_flop(report) == products * 2 * LENGTH * LENGTH * H
+
+
+class TestLoop:
+    def test_masking_is_told_from_work(self):
+        lines = ["S2R R0, SR_TID.X", ".L_x_1:", "LDTM.x4 R4, tmem[UR4]", "@P0 BRA `(.L_x_2)"]
+        lines += ["FSEL R4, R4, -INF , P1", "FSEL R5, R5, -INF , P2", ".L_x_2:", "@P3 BRA `(.L_x_3)", "SYNCS.ARRIVE"]
+        lines += ["FSEL R4, R4, 1, P1", "FSEL R5, R5, 1, P2", ".L_x_3:", "MUFU.EX2 R4, R4", "MUFU.EX2 R5, R5"]
+        lines += ["BRA.U UP0, `(.L_x_1)", "EXIT"]
+        listing = "\n".join(line if line.startswith(".") else f"        /*0010*/    {line} ;" for line in lines)
+        loop = counts.find_loop(listing, 2)
+        assert loop == counts.Loop(scores=2, whole=9, masked=11)
+
+    @pytest.mark.skipif(counts.disassembler() is None, reason="nvdisasm is not installed")
+    @pytest.mark.parametrize("name", ["forward_sm100_bfloat16_1tile", "backward_sm100_bfloat16_dq"])
+    def test_machine_code(self, name):
+        loop = counts.exponential_loop(name)
+        # Every score costs a load, an exponential, a packed fused multiply-add and half a conversion at least.
+        assert 2 * loop.scores < loop.whole < 5 * loop.scores
+        assert loop.scores < loop.masked - loop.whole < 4 * loop.scores
