@@ -1,6 +1,8 @@
 """Ring and Ulysses attention on 8 simulated devices: the results of one device, order of communication, memory."""
 
 import functools
+import importlib
+import pathlib
 import re
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_fa_blackwell import flash_attention, lowering, xla
+from jax_fa_blackwell import context_parallel, cuda, flash_attention, lowering, masks, xla
 from jax_fa_blackwell.context_parallel import (
     from_zigzag,
     ring_attention,
@@ -18,6 +20,7 @@ from jax_fa_blackwell.context_parallel import (
     zigzag_permutation,
 )
 
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 DEVICES = 8
 B, T, N, K, H, HV = 2, 96, 8, 2, 16, 8
 
@@ -70,10 +73,10 @@ def make_mesh():
     return jax.make_mesh((DEVICES,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def sharded(function, mesh, options, *, order="contiguous", **fixed):
+def sharded(function, mesh, options, *, order="contiguous"):
     """``function(query, key, value, sinks)`` on whole arrays, by ``function`` on the parts of the devices."""
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array) and name != "sinks"}
-    static = {name: value for name, value in options.items() if not isinstance(value, jax.Array)} | fixed
+    static = {name: value for name, value in options.items() if not isinstance(value, jax.Array)}
     sequence = P(None, "context")
 
     def local(query, key, value, sinks, arrays):
@@ -130,7 +133,6 @@ def check(function, case, order="contiguous", dtype=jnp.float32, tolerance=2e-6,
     sinks = options.get("sinks")
     if function is ring_attention:
         fixed["order"] = order
-    attend = sharded(function, make_mesh(), options, order=order) if not fixed else None
     attend = sharded(functools.partial(function, **fixed), make_mesh(), options, order=order)
     expected = with_gradients(one_device(options))(*arrays, sinks)
     assert_close(with_gradients(attend)(*arrays, sinks), expected, tolerance)
@@ -155,8 +157,6 @@ def test_ring_of_kernels(case, monkeypatch):
     """The steps as kernels get them, with intervals of keys and of rows; on a CPU they run their fallback."""
     monkeypatch.setenv(lowering.ARCH_VARIABLE, "sm_100a")
     seen = []
-    from jax_fa_blackwell import cuda
-
     execute = cuda.execute
 
     def watch(make_plan, spec, arrays, results, fallback, arguments):
@@ -180,16 +180,12 @@ def test_ulysses(case):
 def test_intervals_of_a_step(order):
     """Rows seen by each key are the transpose of keys seen by each row, in every step's local positions."""
     ids = segments(T, 30, 41, 7)
-    masked = {"query_segment_ids": ids, "key_value_segment_ids": ids, "is_causal": True, "local_window_size": (9, 0)}
-    from jax_fa_blackwell import context_parallel, masks
-
     ring = context_parallel._Ring("context", DEVICES, order)
     arguments = masks.MaskArguments(B, T, T, left=9, right=0, query_segment_ids=ids, key_value_segment_ids=ids)
     rows = masks.kv_intervals(arguments).rows(B)
     columns = masks.query_intervals(arguments).rows(B)
     position = np.arange(T)
     whole = (position >= np.asarray(rows[0])[..., None]) & (position < np.asarray(rows[1])[..., None])
-    assert masked
     local = T // DEVICES
     for here in range(DEVICES):
         for source in range(DEVICES):
@@ -217,10 +213,12 @@ def test_what_comes_next_is_sent_before_the_step(backward):
     """In the compiled program, in the order in which it runs, a step sends first and then computes."""
     attend = sharded(functools.partial(ring_attention, implementation="xla"), make_mesh(), {})
     arrays = (*make_inputs(), None)
-    if backward:
-        function = jax.jit(lambda *arrays: jax.vjp(attend, *arrays)[1](attend(*arrays)))
-    else:
-        function = jax.jit(attend)
+
+    def backward_pass(*arrays):
+        results, pull = jax.vjp(attend, *arrays)
+        return pull(results)
+
+    function = jax.jit(backward_pass if backward else attend)
     compiled = function.lower(*arrays).compile().as_text() or ""
     assert "is_scheduled=true" in compiled
     send = re.compile(r" collective-permute(-start)?\(")
@@ -282,3 +280,19 @@ def test_refused():
         attempt(ring_attention, query, key, value, key_value_seq_lengths=jnp.array([3]))
     with pytest.raises(ValueError, match="query must have a multiple of the 8 devices of mesh axis 'context' as heads"):
         attempt(ulysses_attention, query[:, :, :4], key, value)
+
+
+@pytest.mark.eight_devices
+def test_example(monkeypatch, capsys):
+    """Training is the same, whatever the mesh and the way of attention."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(xla, "QUERY_BLOCK", 256)
+    monkeypatch.setattr(xla, "KV_BLOCK", 256)
+    example = importlib.import_module("train_long_context")
+    sizes = "--batch 8 --length 64 --layers 1 --width 32 --heads 4 --head-dim 16"
+    common = [*sizes.split(), "--learning-rate", "0.02", "--packed"]
+    losses = example.main([*common, "--steps", "12", "--context", "4"])
+    assert "mesh {'data': 2, 'context': 4}; a device holds 16 bytes of a row" in capsys.readouterr().out
+    assert losses[-1] < 0.8 * losses[0]
+    for other in ("--context 1", "--context 4 --attention ulysses"):
+        np.testing.assert_allclose(example.main([*common, "--steps", "4", *other.split()]), losses[:4], rtol=1e-4)

@@ -39,7 +39,7 @@ def make_arrays(implementation):
     rng = np.random.default_rng(0)
     dtype = jnp.bfloat16 if implementation == "cuda" else jnp.float32
     floats = [jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in SHAPES[:3]]
-    return (*floats, jnp.asarray(rng.standard_normal(N, np.float32)), jnp.array([40, 13, 0, 29]))
+    return [*floats, jnp.asarray(rng.standard_normal(N, np.float32)), jnp.array([40, 13, 0, 29])]
 
 
 def attend(implementation, query, key, value, sinks, lengths):
