@@ -154,8 +154,9 @@ def main(argv=None):
         updates, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, loss
 
-    parameters = jax.device_put(init(jax.random.key(0), args), NamedSharding(mesh, P()))
-    state = optimizer.init(parameters)
+    everywhere = NamedSharding(mesh, P())
+    parameters = jax.jit(functools.partial(init, args=args), out_shardings=everywhere)(jax.random.key(0))
+    state = jax.jit(optimizer.init, out_shardings=everywhere)(parameters)
     losses = []
     for step in range(args.steps):
         parameters, state, loss = train_step(parameters, state, *next_batch())
