@@ -114,6 +114,31 @@ def test_vmap_is_one_launch(emulated):
     assert_close(results, jax.jit(jax.value_and_grad(functools.partial(loss, "xla"), (0, 1)))(query, sinks))
 
 
+@pytest.mark.parametrize("sums", [True, False], ids=["gradient of vmap", "vmap of gradient"])
+def test_vmap_over_queries_alone(emulated, sums):
+    """Keys and values, of which there is one for all queries, have a gradient that is a sum, or one for each query."""
+    query, key, value = make_inputs(B=1, T=40, S=50, N=4, K=2, H=16, Hv=16)
+    queries = jnp.stack([query, query[:, ::-1], query * 0.5])
+
+    def loss(implementation, query, key, value):
+        out, lse = flash_attention(query, key, value, is_causal=True, return_lse=True, implementation=implementation)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(lse)
+
+    def results(implementation):
+        one = functools.partial(loss, implementation)
+        axes = (0, None, None)
+        if sums:
+            function = jax.value_and_grad(lambda *arrays: jnp.sum(jax.vmap(one, axes)(*arrays)), (0, 1, 2))
+        else:
+            function = jax.vmap(jax.value_and_grad(one, (0, 1, 2)), axes)
+        return jax.jit(function)(queries, key, value)
+
+    kernels = results("cuda")
+    assert emulated == ["make_forward_plan", "make_backward_plan"]
+    assert kernels[1][1].shape == (key.shape if sums else (3, *key.shape))
+    assert_close(kernels, results("xla"))
+
+
 def test_what_kernels_do_not_take(emulated):
     query, key, value = make_inputs()
     bias = jnp.zeros((1, 1, 70, 90))

@@ -1,5 +1,8 @@
 """flash_attention lowered for CUDA on a machine without a GPU: which custom calls the program has."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -52,6 +55,48 @@ def test_default_choice_is_the_kernel(blackwell):
 
 def test_vmap_is_one_call(blackwell):
     assert calls(lowered(lambda q, k, v: jax.vmap(attend, (0, None, None))(jnp.stack([q, q]), k, v))) == 1
+
+
+def operand_types(text: str) -> list[list[str]]:
+    """The types of each custom call's operands."""
+    lines = [line for line in text.splitlines() if f"@{custom_call.TARGET}(" in line]
+    return [re.findall(r"tensor<(\w+)>", line.rsplit(" : (", 1)[1].split(") -> ")[0]) for line in lines]
+
+
+def broadcasts(text: str, *types: str) -> list[str]:
+    """Operations that make an array of one of the types by repeating another."""
+    made = "|".join(types)
+    return [line for line in text.splitlines() if re.search(rf"broadcast_in_dim.*-> tensor<({made})>", line)]
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_vmap_over_queries_alone_copies_no_keys(blackwell, axes):
+    """Mapped queries become more heads of each group; only the backward, which returns as much, repeats the keys."""
+    shape = (3, 5)[:axes]
+    size = math.prod(shape)
+
+    def mapped(query, key, value):
+        attend_all = attend
+        for _ in shape:
+            attend_all = jax.vmap(attend_all, (0, None, None))
+        return attend_all(jnp.broadcast_to(query, (*shape, *query.shape)) * 2, key, value)
+
+    forward = lowered(mapped)
+    assert operand_types(forward) == [[f"2x256x{4 * size}x96xbf16", "2x200x2x96xbf16", "2x200x2x64xbf16"]]
+    prefix = "x".join(map(str, shape))
+    keys = [f"{prefix}x2x200x2x{dim}xbf16" for dim in (96, 64)]
+    assert not broadcasts(forward, *keys)
+
+    gradient = lowered(jax.grad(lambda *arrays: mapped(*arrays).astype(jnp.float32).sum(), (0, 1, 2)))
+    first, second = operand_types(gradient)
+    assert first == operand_types(forward)[0]
+    batch = 2 * size
+    assert second[:3] == [f"{batch}x256x4x96xbf16", f"{batch}x200x2x96xbf16", f"{batch}x200x2x64xbf16"]
+
+
+def test_vmap_over_keys_folds_into_the_batch(blackwell):
+    text = lowered(lambda q, k, v: jax.vmap(attend, (None, 0, None))(q, jnp.stack([k, k + 1, k]), v))
+    assert operand_types(text) == [["6x256x4x96xbf16", "6x200x2x96xbf16", "6x200x2x64xbf16"]]
 
 
 def test_lengths_and_sinks_stay_on_the_device(blackwell):
