@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import numbers
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import ad_checkpoint
 from jax.custom_derivatives import SymbolicZero
 
 from jax_fa_blackwell import reference, sharding, xla
 from jax_fa_blackwell.arguments import Arguments, check_arguments
 from jax_fa_blackwell.differentiation import DIFFERENTIABLE, Passes, no_derivative, tangent
-from jax_fa_blackwell.masks import KvIntervals, kv_intervals, query_intervals
+from jax_fa_blackwell.masks import KvIntervals, MaskArguments, kv_intervals
 from jax_fa_blackwell.operands import Operands
 from jax_fa_blackwell.plan import forward as _forward_kernel  # noqa: F401 - it adds its rule to the kernels to choose from
 from jax_fa_blackwell.plan.spec import AttentionSpec, choose_implementation
@@ -107,18 +109,19 @@ def flash_attention(
             raise ValueError(f"{name} must be a Python bool, known when JAX traces; got {flag!r}")
     if not isinstance(checkpoint_name, str) or not checkpoint_name:
         raise ValueError(f"checkpoint_name must be a string that is not empty; got {checkpoint_name!r}")
-    _refuse_symbolic_shapes(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        mask=mask,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        sinks=sinks,
-    )
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "mask": mask,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "query_segment_ids": query_segment_ids,
+        "key_value_segment_ids": key_value_segment_ids,
+        "sinks": sinks,
+    }
+    _refuse_symbolic_shapes(arrays)
     arguments = check_arguments(
         query,
         key,
@@ -149,23 +152,13 @@ def flash_attention(
             implementation=implementation,
             checkpoint_name=checkpoint_name,
         ),
-        {
-            "query": query,
-            "key": key,
-            "value": value,
-            "bias": bias,
-            "mask": mask,
-            "query_seq_lengths": query_seq_lengths,
-            "key_value_seq_lengths": key_value_seq_lengths,
-            "query_segment_ids": query_segment_ids,
-            "key_value_segment_ids": key_value_segment_ids,
-            "sinks": sinks,
-        },
+        # Lists and numbers are taken too, and by here they are known to be arrays.
+        {name: None if array is None else jnp.asarray(array) for name, array in arrays.items()},
         has_lse=return_lse,
     )
     if mapped is not None:
         return mapped
-    intervals = kv_intervals(arguments.masks)
+    intervals = _intervals(arguments.masks)
     spec = make_spec(arguments, intervals, deterministic)
     on_request = implementation in ("xla", "reference")
     choice = choose_implementation(spec, implementation, None if on_request else device_arch())
@@ -195,7 +188,7 @@ def flash_attention(
             intervals.hi,
         )
         if choice.name == "cuda" and spec.mask_form == "rows":
-            transposed = query_intervals(arguments.masks)
+            transposed = _intervals(arguments.masks.transpose())
             operands = operands._replace(key_lo=transposed.lo, key_hi=transposed.hi)
         out, lse = _attend(choice.name, spec, checkpoint_name, sharding.vary_alike(operands))
     if not arguments.has_batch:
@@ -203,7 +196,7 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _refuse_symbolic_shapes(**arrays: Any) -> None:
+def _refuse_symbolic_shapes(arrays: dict[str, Any]) -> None:
     """Blocks, tiles and launch plans are made from the extents when JAX traces."""
     for name, array in arrays.items():
         shape = getattr(array, "shape", ())
@@ -213,6 +206,24 @@ def _refuse_symbolic_shapes(**arrays: Any) -> None:
                 f"{name} must have a shape of integers, known when JAX traces; got the symbolic shape [{extents}]: "
                 "export one program for each shape, or pad and give sequence lengths"
             )
+
+
+def _intervals(masks: MaskArguments) -> KvIntervals:
+    """``kv_intervals``, computed under jit where it needs arrays, for the reason that ``_xla_forward`` is."""
+    arrays = {name: getattr(masks, name) for name in _MASK_ARRAYS}
+    if all(array is None for array in arrays.values()):
+        return kv_intervals(masks)
+    lo, hi = _interval_arrays(dataclasses.replace(masks, **dict.fromkeys(_MASK_ARRAYS)), arrays)
+    return KvIntervals(masks.query_length, masks.key_value_length, lo=lo, hi=hi)
+
+
+_MASK_ARRAYS = ("query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _interval_arrays(static: MaskArguments, arrays: dict[str, Any]) -> tuple[Any, Any]:
+    intervals = kv_intervals(dataclasses.replace(static, **arrays))
+    return intervals.lo, intervals.hi
 
 
 def make_spec(arguments: Arguments, intervals: KvIntervals, deterministic: bool) -> AttentionSpec:
@@ -265,10 +276,15 @@ def _log_once(reason: str) -> None:
     _logger.log(level, "flash_attention runs as implementation 'xla': %s", reason)
 
 
+# Under jit, so that calls with equal shapes, such as a model's layers, are traced and lowered once.
+_xla_forward = jax.jit(xla.forward, static_argnums=0)
+_xla_backward = jax.jit(xla.backward, static_argnums=0)
+
+
 @functools.cache
 def _passes(implementation: str) -> Passes:
     if implementation == "xla":
-        return Passes("xla", xla.forward, xla.backward)
+        return Passes("xla", _xla_forward, _xla_backward)
     return Passes("cuda", None, _kernel_backward)
 
 
@@ -291,7 +307,7 @@ def _refuse_second_derivative(*_):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _attend(implementation: str, spec: AttentionSpec, name: str, operands: Operands):
     del name
-    return (xla.forward if implementation == "xla" else _cuda().forward)(spec, operands)
+    return (_xla_forward if implementation == "xla" else _cuda().forward)(spec, operands)
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)

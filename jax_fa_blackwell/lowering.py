@@ -24,6 +24,9 @@ ARCH_VARIABLE = "JAX_FA_BLACKWELL_ARCH"
 
 _chosen: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("arches", default=())
 
+_results: dict[tuple, tuple] = {}
+_MAX_RESULTS = 1024
+
 _deferred_p = Primitive("jax_fa_blackwell_deferred")
 _deferred_p.multiple_results = True
 
@@ -70,11 +73,18 @@ def deferred(
       arrays: the others.
       like: takes ``arrays`` and returns what ``function`` will, an array or a tree of arrays, by a way that can be
         traced now. Only the types are used: shape, dtype, and how it varies over the axes of a mesh
-        (``jax.shard_map``).
+        (``jax.shard_map``). They must follow from ``function``, ``static`` and the types of ``arrays``, for which they
+        are kept: a model calls attention with the same shapes in every layer.
     """
-    jaxpr, shapes = jax.make_jaxpr(like, return_shape=True)(*arrays)
-    results = _deferred_p.bind(*arrays, function=function, static=static, results=tuple(jaxpr.out_avals))
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+    key = (function, static, *map(jax.typeof, arrays))
+    if (known := _results.get(key)) is None:
+        jaxpr, shapes = jax.make_jaxpr(like, return_shape=True)(*arrays)
+        known = tuple(jaxpr.out_avals), jax.tree.structure(shapes)
+        if len(_results) >= _MAX_RESULTS:
+            _results.clear()
+        _results[key] = known
+    avals, tree = known
+    return jax.tree.unflatten(tree, _deferred_p.bind(*arrays, function=function, static=static, results=avals))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """JAX's transformations of flash_attention: forward mode and second order, remat, scan, donation, vmap, shapes."""
 
 import functools
+import time
 
 import chex
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fa_blackwell import flash_attention
+from jax_fa_blackwell import flash_attention, xla
 from lowered import launches, lower_for_cuda, named_cubins
 
 OPTIONS = {
@@ -345,3 +346,39 @@ def test_symbolic_shapes_are_refused(name, implementation):
     function = jax.jit(lambda arrays: flash_attention(**arrays, implementation=implementation))
     with pytest.raises(NotImplementedError, match=rf"{name} must have a shape of integers.*symbolic shape \[b"):
         jax.export.export(function)(arrays)
+
+
+def lowering_cost(implementation: str, platform: str) -> float:
+    """CPU seconds to trace and lower one call in a function that is new to JAX, in a process that knows the shapes."""
+
+    def once():
+        jitted = jax.jit(lambda *arrays: flash_attention(*arrays, is_causal=True, implementation=implementation))
+        begin = time.process_time()
+        jitted.trace(*CUDA_INPUTS).lower(lowering_platforms=(platform,))
+        return time.process_time() - begin
+
+    return min(once() for _ in range(9))
+
+
+@pytest.mark.parametrize(("implementation", "platform"), [("cuda", "cuda"), ("xla", "cuda"), ("xla", "cpu")])
+def test_tracing_and_lowering_is_cheap(blackwell, implementation, platform):
+    """20 ms is the aim; three times that leaves room for a machine that is slow or busy."""
+    assert lowering_cost(implementation, platform) < 3 * 0.020
+
+
+@pytest.mark.parametrize("implementation", ["cuda", "xla"])
+def test_layers_of_equal_shape_are_traced_once(blackwell, monkeypatch, implementation):
+    """Eight calls in one program: the pure JAX pass is traced once and stands in the program once."""
+    traced = []
+    original = xla._online_softmax_step
+    monkeypatch.setattr(xla, "_online_softmax_step", lambda *x: (traced.append(1), original(*x))[1])
+
+    def layers(x):
+        for _ in range(8):
+            x = flash_attention(x, x, x, is_causal=True, implementation=implementation)
+        return x
+
+    text = jax.jit(layers).trace(CUDA_INPUTS[0]).lower(lowering_platforms=("cuda",)).as_text()
+    # Of the step there are two: JAX traces the body of a scan and the branch of a condition in it once each.
+    assert len(traced) <= 2
+    assert text.count("stablehlo.while") == (2 if implementation == "xla" else 0)
