@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fa_blackwell import cubins, custom_call, lowering, xla
+from jax_fa_blackwell import cubins, custom_call, lowering, mapped_queries, xla
 from jax_fa_blackwell.blocks import blocks_of_groups
 from jax_fa_blackwell.delta import delta
 from jax_fa_blackwell.kernels import registry
@@ -161,31 +161,23 @@ def _fold_into_batch(function: Callable, spec: AttentionSpec, size: int, is_mapp
 
 
 def _fold_into_heads(function: Callable, spec: AttentionSpec, size: int, is_mapped: Any, arguments: Any):
-    """Queries mapped over keys and values that are not: more query heads for each key head, and no copy of the keys.
+    """Queries mapped over keys and values that are not.
 
     This is for the forward only. The gradients of keys and values are one for each element of the mapped axis, whereas
     a head's gradient is the sum over its group; and arrays as large as a copy of keys and values are what the backward
-    has to return.
+    has to return. Where their sum is wanted, ``differentiation`` folds before it comes here.
     """
     (operands,), (mapped,) = arguments, is_mapped
-    B, T, N, K = spec.batch, spec.query_length, spec.query_heads, spec.key_value_heads
 
     def fold(array, mapped, axis):
-        """[size, ..., N, ...] as [..., size * N, ...], a key head's queries together."""
         array = array if mapped else jnp.broadcast_to(array, (size, *array.shape))
-        array = array.reshape(*array.shape[: axis + 1], K, N // K, *array.shape[axis + 2 :])
-        array = jnp.moveaxis(array, 0, axis + 1)
-        return array.reshape(*array.shape[:axis], size * N, *array.shape[axis + 3 :])
-
-    def unfold(array):
-        array = array.reshape(B, T, K, size, N // K, *array.shape[3:])
-        return jnp.moveaxis(array, 3, 0).reshape(size, B, T, N, *array.shape[5:])
+        return mapped_queries.fold(array, spec.key_value_heads, axis)
 
     operands = operands._replace(query=fold(operands.query, mapped.query, 2))
     if operands.sinks is not None:
         operands = operands._replace(sinks=fold(operands.sinks, mapped.sinks, 1))
-    results = function(dataclasses.replace(spec, query_heads=size * N), operands)
-    return [unfold(result) for result in results]
+    results = function(dataclasses.replace(spec, query_heads=size * spec.query_heads), operands)
+    return [mapped_queries.unfold(result, size, spec.key_value_heads, 2) for result in results]
 
 
 def _forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ...]:

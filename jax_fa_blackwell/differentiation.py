@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jax_fa_blackwell import mapped_queries
 from jax_fa_blackwell.operands import Operands
 from jax_fa_blackwell.plan.spec import AttentionSpec
 
@@ -164,8 +165,11 @@ def _transpose(cotangents, *arguments, call: _Call):
         gradients = call.passes.backward(call.spec, operands, out, lse, *arrays[call.residuals :])
         return [getattr(gradients, name) for name in call.names]
 
-    for flags in call.batched:
-        one = _mapped_transpose(one, flags, call.residuals)
+    for level, flags in enumerate(call.batched):
+        if level == 0 and _is_of_queries_alone(call, flags):
+            one = _grouped_transpose(call, flags)
+        else:
+            one = _mapped_transpose(one, flags, call.residuals)
     gradients = one(*residuals, *cotangents)
     wanted = [g if ad.is_undefined_primal(x) else None for g, x in zip(gradients, linear, strict=True)]
     return [None] * call.residuals + wanted
@@ -181,6 +185,30 @@ def _mapped_transpose(transpose: Callable, flags: tuple[bool, ...], residuals: i
     def run(*arrays):
         gradients = jax.vmap(transpose, in_axes)(*arrays)
         return [g if flag else jnp.sum(g, 0) for g, flag in zip(gradients, flags[residuals:], strict=True)]
+
+    return run
+
+
+def _is_of_queries_alone(call: _Call, flags: tuple[bool, ...]) -> bool:
+    """Whether a vmap maps queries over keys and values that it does not, and whose cotangents it therefore sums."""
+    operands, _, _ = jax.tree.unflatten(call.tree, flags[: call.residuals])
+    if not operands.query or operands.bias is not None or operands.mask is not None:
+        return False
+    shared = operands._replace(query=False, sinks=False)
+    linear = dict(zip(call.names, flags[call.residuals :], strict=True))
+    return not (any(jax.tree.leaves(shared)) or linear.get("key") or linear.get("value"))
+
+
+def _grouped_transpose(call: _Call, flags: tuple[bool, ...]) -> Callable:
+    """The same as ``_mapped_transpose`` with mapped queries as more heads of a group: keys are not copied."""
+
+    def run(*arrays):
+        operands, out, lse = jax.tree.unflatten(call.tree, arrays[: call.residuals])
+        rest = (operands, out, lse, *arrays[call.residuals :])
+        gradients = mapped_queries.backward(call.passes.backward, call.spec, *rest)
+        linear = zip(call.names, flags[call.residuals :], strict=True)
+        found = [(name, flag, getattr(gradients, name)) for name, flag in linear]
+        return [g if flag or name in ("key", "value") else jnp.sum(g, 0) for name, flag, g in found]
 
     return run
 

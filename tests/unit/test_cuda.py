@@ -71,7 +71,7 @@ def broadcasts(text: str, *types: str) -> list[str]:
 
 @pytest.mark.parametrize("axes", [1, 2])
 def test_vmap_over_queries_alone_copies_no_keys(blackwell, axes):
-    """Mapped queries become more heads of each group; only the backward, which returns as much, repeats the keys."""
+    """Mapped queries become more heads of each group, whose gradient is the sum that the keys get."""
     shape = (3, 5)[:axes]
     size = math.prod(shape)
 
@@ -90,8 +90,19 @@ def test_vmap_over_queries_alone_copies_no_keys(blackwell, axes):
     gradient = lowered(jax.grad(lambda *arrays: mapped(*arrays).astype(jnp.float32).sum(), (0, 1, 2)))
     first, second = operand_types(gradient)
     assert first == operand_types(forward)[0]
-    batch = 2 * size
-    assert second[:3] == [f"{batch}x256x4x96xbf16", f"{batch}x200x2x96xbf16", f"{batch}x200x2x64xbf16"]
+    if axes == 1:
+        assert second[:3] == first
+        assert not broadcasts(gradient, *keys)
+
+
+def test_vmap_of_a_gradient_has_one_for_each_query(blackwell):
+    """Gradients of the keys for each query are as many as copies of the keys, so the keys are repeated."""
+
+    def each(query, key, value):
+        return jax.vmap(jax.grad(loss, (0, 1, 2)), (0, None, None))(jnp.stack([query, query * 2]), key, value)
+
+    _, second = operand_types(lowered(each))
+    assert second[:3] == ["4x256x4x96xbf16", "4x200x2x96xbf16", "4x200x2x64xbf16"]
 
 
 def test_vmap_over_keys_folds_into_the_batch(blackwell):
