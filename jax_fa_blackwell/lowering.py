@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -45,7 +46,7 @@ def _body(*arrays, function, static, results):
 def _lower(ctx, *values, **params):
     # How arrays vary over a mesh (jax.shard_map) says nothing about what is computed on one device; and while a program
     # is lowered JAX no longer lets an array that varies meet a constant that does not.
-    avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     return mlir.lower_fun(_body, multiple_results=True)(ctx.replace(avals_in=avals), *values, **params)
 
 

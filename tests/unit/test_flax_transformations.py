@@ -1,6 +1,7 @@
 """Both Flax modules in the idioms of real models: scan over layers, remat, sharding annotations, bf16 parameters."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
 from jax_fa_blackwell import linen as fa_linen
@@ -54,7 +56,8 @@ class LinenBlock(nn.Module):
 
 
 def linen_stack(block, dtype, implementation=None):
-    scanned = nn.scan(
+    scan: Any = nn.scan  # its annotation of in_axes leaves nn.broadcast out
+    scanned = scan(
         block,
         variable_axes={"params": 0},
         split_rngs={"params": True},
@@ -216,7 +219,7 @@ def test_linen_annotations_in_a_scan():
     assert specs["query"]["kernel"] == P("layers", "embed", "heads", "head_dim")
     assert specs["out"]["kernel"] == P("layers", "heads", "head_dim", "embed")
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    shardings = nn.logical_to_mesh_sharding(specs, mesh, [("heads", "model"), ("embed", "data")])
+    shardings = spmd.logical_to_mesh_sharding(specs, mesh, [("heads", "model"), ("embed", "data")])
     assert shardings["key"]["kernel"].spec == P(None, "data", "model", None)
     assert shardings["out"]["kernel"].spec == P(None, "model", None, "data")
 
@@ -230,7 +233,7 @@ def test_nnx_annotations_in_a_scan():
         def create(rngs):
             return NnxBlock(jnp.float32, annotate=True, rngs=rngs)
 
-        specs = nnx.get_partition_spec(nnx.state(create(nnx.Rngs(0)), nnx.Param))["attention"]
+        specs: Any = nnx.get_partition_spec(nnx.state(create(nnx.Rngs(0)), nnx.Param))["attention"]
     assert specs["query"]["kernel"].get_value() == P(None, "embed", "heads", None)
     assert specs["out"]["kernel"].get_value() == P(None, "heads", None, "embed")
 
