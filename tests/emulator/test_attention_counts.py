@@ -18,6 +18,11 @@ LENGTH = 512  # whole work items of every variant
 HEAD_DIMS = ((16, 16), (64, 64), (72, 72), (96, 96), (128, 128), (192, 128), (256, 256), (320, 320), (64, 512))
 
 
+def exponentials(run, spec):
+    """The least of some orders of warps: a warp that is split executes an instruction twice."""
+    return min(counts.exponentials(run(spec, seed)) for seed in range(3))
+
+
 class TestForward:
     @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
     @pytest.mark.parametrize(("H", "Hv"), HEAD_DIMS)
@@ -32,7 +37,7 @@ class TestForward:
             assert counts.mma_flop(report) == 2 * LENGTH * LENGTH * (H + Hv)
         by_polynomial = ROWS // plan.polynomial_every if plan.polynomial_every else 0
         a_row = ROWS - by_polynomial + 1  # and the factor that rescales the row
-        assert counts.exponentials(report) == plan.value_chunks * blocks * ROWS * a_row
+        assert exponentials(counts.run_forward, spec) == plan.value_chunks * blocks * ROWS * a_row
 
     def test_blocks_of_a_causal_mask(self):
         assert counts.causal_blocks(512, 128) == 1 + 2 + 3 + 4
@@ -47,7 +52,7 @@ class TestBackward:
         passes = backward.plan_backward(spec, TARGET)
         report = counts.run_backward(spec)
         scores = ROWS * ROWS * (counts.causal_blocks(LENGTH, ROWS) if causal else (LENGTH // ROWS) ** 2)
-        assert counts.exponentials(report) == scores * sum(one.parts for one in passes)
+        assert exponentials(counts.run_backward, spec) == scores * sum(one.parts for one in passes)
         if H % 16 == Hv % 16 == 0:
             products = sum(one.gemms for one in passes)
             assert counts.mma_flop(report) == pytest.approx(2 * scores * products * (H + Hv) / 2, rel=1e-12)
@@ -59,14 +64,15 @@ class TestBackward:
 
 
 class TestLoop:
-    def test_masking_is_told_from_work(self):
+    def test_ways_through_a_loop(self):
         lines = ["S2R R0, SR_TID.X", ".L_x_1:", "LDTM.x4 R4, tmem[UR4]", "@P0 BRA `(.L_x_2)"]
-        lines += ["FSEL R4, R4, -INF , P1", "FSEL R5, R5, -INF , P2", ".L_x_2:", "@P3 BRA `(.L_x_3)", "SYNCS.ARRIVE"]
-        lines += ["FSEL R4, R4, 1, P1", "FSEL R5, R5, 1, P2", ".L_x_3:", "MUFU.EX2 R4, R4", "MUFU.EX2 R5, R5"]
+        lines += ["FSEL R4, R4, -INF , P1", "FSEL R5, R5, -INF , P2", ".L_x_2:"]  # masks
+        lines += ["BRA.U UP1, `(.L_x_3)", "FADD R4, R4, R6", "FADD R5, R5, R6", "FMUL R4, R4, R7"]  # the long way
+        lines += ["BRA `(.L_x_4)", ".L_x_3:", "FFMA2 R4, R4, R6, R7", ".L_x_4:"]  # or the short one
+        lines += ["@P3 BRA `(.L_x_5)", "SYNCS.ARRIVE", ".L_x_5:", "MUFU.EX2 R4, R4", "MUFU.EX2 R5, R5"]
         lines += ["BRA.U UP0, `(.L_x_1)", "EXIT"]
         listing = "\n".join(line if line.startswith(".") else f"        /*0010*/    {line} ;" for line in lines)
-        loop = counts.find_loop(listing, 2)
-        assert loop == counts.Loop(scores=2, whole=9, masked=11)
+        assert counts.find_loop(listing, 2) == counts.Loop(scores=2, whole=9, masked=11)
 
     @pytest.mark.skipif(counts.disassembler() is None, reason="nvdisasm is not installed")
     @pytest.mark.parametrize("name", ["forward_sm100_bfloat16_1tile", "backward_sm100_bfloat16_dq"])
