@@ -1,4 +1,4 @@
-"""Which blocks of keys each group of query rows sees: what a kernel walks when the mask is per-row intervals."""
+"""The work that per-row intervals make for a kernel: which blocks of columns each group of rows sees."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ from jax_fa_blackwell.plan.slices import ROWS
 
 
 def blocks_of_groups(low: jax.Array, high: jax.Array, rows: int) -> jax.Array:
-    """int32 [B, groups, 2]: for each group of rows, the first block of 128 columns it sees and one past the last."""
+    """Work entries, those with the most blocks first.
+
+    Args:
+      low: int32 [B, length], the first column that each row sees.
+      high: int32 [B, length], one past the last.
+      rows: rows of a group.
+
+    Returns:
+      int32 [B * groups, 4]: batch entry, group, first block of 128 columns that the group sees, one past the last.
+    """
     batch, length = low.shape
     padding = ((0, 0), (0, -length % rows))
     least = jnp.pad(low, padding, constant_values=jnp.iinfo(jnp.int32).max).reshape(batch, -1, rows).min(2)
     greatest = jnp.pad(high, padding, constant_values=0).reshape(batch, -1, rows).max(2)
-    return jnp.stack([least // ROWS, -(-greatest // ROWS)], axis=-1)
+    first, end = (least // ROWS).ravel(), (-(-greatest // ROWS)).ravel()
+    entry, group = jnp.indices(least.shape, jnp.int32)
+    order = jnp.argsort(first - end, stable=True)  # groups that see nothing have end < first, and come last
+    return jnp.stack([entry.ravel(), group.ravel(), first, end], axis=-1)[order]

@@ -212,13 +212,18 @@ def _variants() -> list[KernelVariant]:
     ]
     forward = [
         KernelVariant(
-            forward_name(dtype, query_tiles, soft_cap),
+            forward_name(dtype, query_tiles, soft_cap, every),
             "forward_sm100",
-            (("dtype", dtype), ("query_tiles", query_tiles), ("soft_cap", soft_cap)),
-            ("sm_100a", "sm_103a"),
+            (("dtype", dtype), ("polynomial_every", every), ("query_tiles", query_tiles), ("soft_cap", soft_cap)),
+            arches,
         )
         for dtype in ("bfloat16", "float16")
-        for query_tiles in (1, 2)
+        for query_tiles, every, arches in (
+            (1, 0, ("sm_100a", "sm_103a")),
+            (2, 0, ("sm_103a",)),
+            (2, 4, ("sm_100a",)),
+            (2, 8, ("sm_100a",)),
+        )
         for soft_cap in (False, True)
     ]
     backward = [
@@ -235,9 +240,10 @@ def _variants() -> list[KernelVariant]:
     return delta + forward + backward
 
 
-def forward_name(dtype: str, query_tiles: int, soft_cap: bool) -> str:
+def forward_name(dtype: str, query_tiles: int, soft_cap: bool, polynomial_every: int) -> str:
     """Name of a variant of the Blackwell forward kernel."""
-    return f"forward_sm100_{dtype}_{query_tiles}tile" + ("_cap" if soft_cap else "")
+    share = f"_poly{polynomial_every}" if polynomial_every else ""
+    return f"forward_sm100_{dtype}_{query_tiles}tile{share}" + ("_cap" if soft_cap else "")
 
 
 def backward_name(dtype: str, transposed: bool, soft_cap: bool) -> str:

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 
 from jax_fa_blackwell.kernels import abi, registry
 from jax_fa_blackwell.plan import forward, launch
+from jax_fa_blackwell.plan.account import Account
 from jax_fa_blackwell.plan.slices import (
     LOG2_E,
     MAX_SLOTS,
     ROWS,
     SLICE,
     SLICE_BYTES,
+    WORK_ENTRY_BYTES,
     mask_scalars,
     round_up,
     slices_of,
@@ -91,6 +93,22 @@ class Pass:
         rebuilt = self.parts * (H + (Hv if self.score_part else 0))
         return (rebuilt + (Hv if self.value_part else 0) + (H if self.score_part else 0)) / ((H + Hv) / 2)
 
+    def account(self) -> Account:
+        """Cycles of 128 rows and one block of columns, all parts."""
+        H, Hv = round_up(self.spec.head_dim, 16), round_up(self.spec.value_head_dim, 16)
+        rebuilt = self.parts * (H + (Hv if self.score_part else 0))
+        outputs = (Hv if self.value_part else 0) + (H if self.score_part else 0)
+        # Of the five products dQ's pass owns dQ's alone: the others are those of dK and dV.
+        ideal = self.spec.head_dim
+        if self.transposed:
+            ideal = (2 * self.spec.head_dim + self.spec.value_head_dim if self.score_part else 0) + (
+                self.spec.value_head_dim if self.value_part else 0
+            )
+        streamed = 0 if self.resident_slices > slices_of(self.spec.head_dim) or not self.score_part else self.parts * Hv
+        return Account(
+            self.target, ideal, rebuilt + outputs, self.parts, 2 * rebuilt + outputs, rebuilt + outputs + streamed
+        )
+
     def tensor_memory_map(self) -> list[tuple[str, int, int]]:
         """(name, first column, end column); P and dS lie in their score tiles."""
         first = OUTPUT_COLUMN + self.value_part * SLICE
@@ -160,7 +178,7 @@ def launch_backward(passes: tuple[Pass, ...], cubins: Mapping[bool, tuple[str, s
         for side, rows in (("query", T), ("key", S)):
             add(f"{side}_low", 4 * B * rows)
             add(f"{side}_high", 4 * B * rows)
-            add(f"{side}_blocks", 8 * B * (-(-rows // ROWS)))
+            add(f"{side}_blocks", WORK_ENTRY_BYTES * B * (-(-rows // ROWS)))
     arguments = len(sizes)
     for name in ("grad_query", "grad_key", "grad_value"):
         add(name)

@@ -7,12 +7,14 @@ import math
 
 from jax_fa_blackwell.kernels import abi, registry
 from jax_fa_blackwell.plan import launch
+from jax_fa_blackwell.plan.account import Account
 from jax_fa_blackwell.plan.slices import (
     LOG2_E,
     MAX_SLOTS,
     ROWS,
     SLICE,
     SLICE_BYTES,
+    WORK_ENTRY_BYTES,
     mask_scalars,
     round_up,
     slices_of,
@@ -100,6 +102,30 @@ class ForwardPlan:
         """Dynamic shared memory of a block."""
         return HEADER_BYTES + (self.query_tiles * self.query_slices + self.slots) * SLICE_BYTES
 
+    def account(self) -> Account:
+        """Cycles of one query tile and one KV block, all value chunks."""
+        H, Hv = self.spec.head_dim, self.spec.value_head_dim
+        scores, values = self.value_chunks * round_up(H, 16), round_up(Hv, 16)
+        by_hardware = 1 - (1 / self.polynomial_every if self.polynomial_every else 0)
+        written = (scores + values) / self.query_tiles  # tiles in flight share K and V
+        exp2 = self.value_chunks * by_hardware
+        return Account(self.target, H + Hv, scores + values, exp2, 2 * scores + values, written)
+
+    @property
+    def polynomial_every(self) -> int:
+        """Of so many pairs of exponentials one is a polynomial: more where they, not MMAs, would bound the time."""
+        if self.query_tiles == 1 or self.target.exp2_results > 16:
+            return 0
+        dims = round_up(self.spec.head_dim, 16) + round_up(self.spec.value_head_dim, 16)
+        is_bound_by_exp2 = 2 * dims / self.target.mma_flops < 1 / self.target.exp2_results
+        return 4 if is_bound_by_exp2 else 8
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel's variant."""
+        has_cap = self.spec.logits_soft_cap is not None
+        return registry.forward_name(self.spec.dtype, self.query_tiles, has_cap, self.polynomial_every)
+
     def tensor_memory_map(self) -> list[tuple[str, int, int]]:
         """(name, first column, end column) of each accumulator; P lies in the first half of its score tile."""
         out = [("S/P 0", 0, ROWS), ("S/P 1", ROWS, 2 * ROWS)]
@@ -152,7 +178,7 @@ def plan_forward(spec: AttentionSpec, target: Target) -> ForwardPlan:
 
 
 def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> launch.LaunchPlan:
-    """The custom call of a plan.
+    """The custom call of a plan; ``kernel`` is ``plan.kernel``, with its cubin's digest and symbol.
 
     Arguments: query, key, value, then (low, high, blocks, key_low, key_high) for row intervals, then fp32
     sinks [B, N] if any.
@@ -171,7 +197,7 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
     if spec.mask_form == "rows":
         argument("low", 4 * B * T)
         argument("high", 4 * B * T)
-        argument("blocks", 8 * B * plan.row_groups)
+        argument("blocks", WORK_ENTRY_BYTES * B * plan.row_groups)
         argument("key_low", 4 * B * S)
         argument("key_high", 4 * B * S)
     if spec.has_sinks:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.plan import backward, forward, launch
+from jax_fa_blackwell.plan.account import format_accounts
 from jax_fa_blackwell.plan.slices import ROWS, SLICE
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import Target
@@ -19,14 +20,13 @@ def format_attention(spec: AttentionSpec, target: Target) -> str:
     """What the kernels do for a call that they take: forward, then backward."""
     has_cap = spec.logits_soft_cap is not None
     tiles = forward.plan_forward(spec, target)
-    name = registry.forward_name(spec.dtype, tiles.query_tiles, has_cap)
     passes = backward.plan_backward(spec, target)
     names = {turned: registry.backward_name(spec.dtype, turned, has_cap) for turned in (False, True)}
     cubins: dict[bool, tuple[str, str, str]] = {turned: (name, *_NO_CUBIN) for turned, name in names.items()}
     return "\n".join(
         (
             *_format_forward(tiles),
-            format_plan(forward.launch_forward(tiles, name, *_NO_CUBIN)),
+            format_plan(forward.launch_forward(tiles, tiles.kernel, *_NO_CUBIN)),
             *_format_backward(passes),
             format_plan(backward.launch_backward(passes, cubins)),
         )
@@ -46,14 +46,20 @@ def _format_forward(plan: forward.ForwardPlan) -> list[str]:
             f"{ROWS} keys; K in {plan.k_slices} and V in {plan.v_slices} slices of {SLICE} head dims{chunks}",
         ),
         ("work items", f"{plan.items:,}"),
+        ("exponentials", _share(plan.polynomial_every)),
         *_memories(plan),
+        ("cycles a tile", format_accounts([plan.account()])),
     )
 
 
 def _format_backward(passes: Sequence[backward.Pass]) -> list[str]:
     # A pass counts in products of the mean head dim; five is what one pass over everything would cost.
     products = sum(one.gemms for one in passes)
-    lines = _section("backward", ("passes", f"{len(passes)}; {products:g} matrix products where one pass costs 5"))
+    lines = _section(
+        "backward",
+        ("passes", f"{len(passes)}; {products:g} matrix products where one pass costs 5"),
+        ("cycles a tile", format_accounts([one.account() for one in passes])),
+    )
     for one in passes:
         results = ("dK" if one.score_part else "") + ("dV" if one.value_part else "") if one.transposed else "dQ"
         lines += _section(
@@ -63,6 +69,11 @@ def _format_backward(passes: Sequence[backward.Pass]) -> list[str]:
             *_memories(one),
         )
     return lines
+
+
+def _share(polynomial_every: int) -> str:
+    share = f", one pair of {polynomial_every} by a polynomial" if polynomial_every else ""
+    return f"by ex2.approx{share}"
 
 
 def _memories(plan: forward.ForwardPlan | backward.Pass) -> list[tuple[str, str]]:

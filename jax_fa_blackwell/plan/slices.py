@@ -13,6 +13,8 @@ SLICE = 64
 SLICE_BYTES = ROWS * SLICE * 2
 MAX_SLOTS = 12
 """Most slots that the ring's barriers have room for."""
+WORK_ENTRY_BYTES = 16
+"""Of an entry of the work list for row intervals: batch entry, group of rows, first block, end block."""
 UNBOUNDED = 1 << 30
 """A distance from the diagonal that no sequence reaches."""
 LOG2_E = math.log2(math.e)

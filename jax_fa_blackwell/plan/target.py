@@ -28,6 +28,8 @@ class Target:
     """Dense bf16 FLOP."""
     exp2_results: int
     """ex2.approx results."""
+    dense_tflops: int
+    """Dense bf16 TFLOP/s of the usual part, by its data sheet; what ``mma_flops`` makes at its clock."""
     shared_memory_bytes: int = 128
     """Bytes read or written in shared memory."""
 
@@ -35,9 +37,9 @@ class Target:
 TARGETS: dict[str, Target] = {
     target.arch: target
     for target in (
-        Target("sm_90a", (9, 0), 132, 227 * 1024, 0, 65536, 4096, 16),
-        Target("sm_100a", (10, 0), 148, 227 * 1024, 512, 65536, 8192, 16),
-        Target("sm_103a", (10, 3), 148, 227 * 1024, 512, 65536, 8192, 32),
+        Target("sm_90a", (9, 0), 132, 227 * 1024, 0, 65536, 4096, 16, 989),
+        Target("sm_100a", (10, 0), 148, 227 * 1024, 512, 65536, 8192, 16, 2250),
+        Target("sm_103a", (10, 3), 148, 227 * 1024, 512, 65536, 8192, 32, 2250),
     )
 }
 

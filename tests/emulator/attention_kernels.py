@@ -8,11 +8,13 @@ import hashlib
 import pathlib
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 import emulator
 from attention_cases import Arrays, Case, visibility
 from jax_fa_blackwell import cuda, export
+from jax_fa_blackwell.blocks import blocks_of_groups
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.masks import MaskArguments, kv_intervals
 from jax_fa_blackwell.plan import forward as forward_plan
@@ -22,7 +24,7 @@ from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
 
 CACHE = pathlib.Path(__file__).resolve().parents[2] / "build" / "emulator-kernels"
-VARIANTS = registry.SETS["forward"] + registry.SETS["backward"]
+SETS = ("forward", "backward")
 
 
 @functools.cache
@@ -42,7 +44,9 @@ def kernel_text(name: str, arch: str) -> str:
 def prepare(arch: str = "sm_100a") -> None:
     """Compiles all variants, two at a time."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda name: kernel_text(name, arch), VARIANTS))
+        names = [name for kernels in SETS for name in registry.SETS[kernels]]
+        names = [name for name in names if arch in registry.get_variant(name).arches]
+        list(pool.map(lambda name: kernel_text(name, arch), names))
 
 
 def _find(name: str, arch: str) -> tuple[str, str, str]:
@@ -100,10 +104,7 @@ def _intervals(visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _blocks(low: np.ndarray, high: np.ndarray, rows: int) -> np.ndarray:
-    starts = range(0, low.shape[1], rows)
-    first = np.stack([low[:, at : at + rows].min(1) for at in starts], 1) // ROWS
-    end = -(-np.stack([high[:, at : at + rows].max(1) for at in starts], 1) // ROWS)
-    return np.stack([first, end], 2).astype(np.int32)
+    return np.asarray(blocks_of_groups(jnp.asarray(low), jnp.asarray(high), rows))
 
 
 def forward(case: Case, inputs: Arrays, **options) -> tuple[np.ndarray, np.ndarray, emulator.Report]:

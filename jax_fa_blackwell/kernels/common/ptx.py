@@ -35,8 +35,15 @@ def mbarrier_arrive_expect_tx(barrier: Int32, size: Int32):
 
 
 def mbarrier_wait(barrier: Int32, phase: Int32):
-    """Waits until the phase of this parity has completed."""
-    cute.arch.mbarrier_wait(cute.make_ptr(Int64, barrier, cute.AddressSpace.smem, assumed_align=8), phase)
+    """Waits until the phase of this parity has completed.
+
+    Not the DSL's own wait: that branches with ``.uni``, and lanes that were apart before it may get different answers.
+    """
+    inline_ptx(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [{$r0}], {$r1}, 10000000; "
+        "@done bra ended; bra again; ended: }",
+        read_only_args=[barrier, Int32(phase)],
+    )
 
 
 # --- TMA ------------------------------------------------------------------------------------------------------------
@@ -232,6 +239,16 @@ def tanh(x: Float32) -> Float32:
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:
     """A * b + c, rounded once."""
     return inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
+
+
+def mul(a: Float32, b: Float32) -> Float32:
+    """Product, rounded: never fused into what follows."""
+    return inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def shl(x: Int32, bits: Int32) -> Int32:
+    """Shift to the left; 0 where ``bits``, taken as unsigned, is 32 or more."""
+    return inline_ptx("shl.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[x, bits])
 
 
 def _packed(operation: str, operands: int):

@@ -139,24 +139,21 @@ class BackwardKernel:
     @cute.jit
     def work(self, p, blocks: cute.Pointer, item: Int32):
         """(batch, head, first row, part, first column block, count of column blocks) of an item, heavy ones first."""
-        per_group = p.items // p.row_groups
-        row_group = item // per_group
+        per_entry = p.parts * p.row_heads
+        entry, rest = item // per_entry, item % per_entry
+        batches = p.items // (per_entry * p.row_groups)
+        row_group, batch = entry // batches, entry % batches
         if p.heavy_last != 0:
             row_group = p.row_groups - 1 - row_group
-        rest = item % per_group
-        index = rest % p.parts
-        rest = rest // p.parts
-        batch = rest // p.row_heads
-        head = rest % p.row_heads
-        row = row_group * ROWS
-        last = cutlass.min(row + ROWS, p.rows) - 1
-        first_block = cutlass.max(row + p.mask_low, 0) // COLUMNS
-        end_block = (cutlass.min(last + p.mask_high, p.columns) + COLUMNS - 1) // COLUMNS
+        first_block, end_block = Int32(0), Int32(0)
         if p.rows_form != 0:
-            bounds = cute.make_tensor(blocks, cute.make_layout(1 << 30))
-            at = (batch * p.row_groups + row_group) * 2
-            first_block = bounds[at]
-            end_block = bounds[at + 1]
+            batch, row_group, first_block, end_block = slices.work_entry(blocks, entry)
+        row = row_group * ROWS
+        if p.rows_form == 0:
+            last = cutlass.min(row + ROWS, p.rows) - 1
+            first_block = cutlass.max(row + p.mask_low, 0) // COLUMNS
+            end_block = (cutlass.min(last + p.mask_high, p.columns) + COLUMNS - 1) // COLUMNS
+        index, head = rest % p.parts, rest // p.parts
         return batch, head, row, index, first_block, cutlass.max(end_block - first_block, 0)
 
     @cute.jit
@@ -393,7 +390,7 @@ class BackwardKernel:
         for item in cutlass.range(block, p.items, stride, unroll=1):
             batch, head, first_row, index, first_block, block_count = self.work(p, blocks, item)
             row = first_row + lane_row
-            first, end = self.interval(p, batch, row, low, high)
+            first, end = slices.interval(p, p.rows, p.columns, batch, row, low, high)
             count = block_count * p.column_heads
             row_lse, row_delta, incoming = Float32(0.0), Float32(0.0), Float32(0.0)
             if cutlass.const_expr(transposed):
@@ -404,6 +401,7 @@ class BackwardKernel:
                     at = (batch * p.row_heads + head) * p.rows + row
                     row_lse = finite_lse(cute.make_tensor(lse, cute.make_layout(1 << 30))[at])
                     row_delta = cute.make_tensor(delta, cute.make_layout(1 << 30))[at]
+            cute.arch.sync_warp()  # together again: a wait must have one result for the whole warp
             for i in cutlass.range(count, unroll=1):
                 statistics = smem.statistics + block_phase * (2 * COLUMNS * 4)
                 if cutlass.const_expr(transposed):
@@ -411,6 +409,7 @@ class BackwardKernel:
                     cute.arch.barrier(barrier_id=1, number_of_threads=COMPUTE_THREADS)
                     if i + 1 < count:
                         incoming = self.column_statistic(p, lse, delta, batch, head, first_block, block_count, i + 1)
+                    cute.arch.sync_warp()
                 first_column = (first_block + i % block_count) * COLUMNS
                 whole = cute.arch.vote_all_sync((first <= first_column) & (first_column + COLUMNS <= end))
                 visible = (first - first_column - half * HALF, end - first_column - half * HALF)
@@ -424,9 +423,7 @@ class BackwardKernel:
                 weights = cute.make_rmem_tensor(cute.make_layout(HALF), Float32)
                 self.probabilities(p, s, weights, statistics + half * HALF * 4, row_lse)
                 if whole == False:  # noqa: E712
-                    for column in cutlass.range_constexpr(HALF):
-                        if (column < visible[0]) | (column >= visible[1]):
-                            weights[column] = Float32(0.0)
+                    slices.mask(weights, HALF, visible[0], visible[1], 0.0)
                 if p.c1_part > 0:
                     self.store_weights(address + SCORE_COLUMN, weights)
                 self.arrive(smem.p_full)
@@ -438,9 +435,7 @@ class BackwardKernel:
                     deltas = statistics + COLUMNS * 4 + half * HALF * 4
                     self.score_gradients(s, weights, gradients, deltas, row_delta)
                     if whole == False:  # noqa: E712
-                        for column in cutlass.range_constexpr(HALF):
-                            if (column < visible[0]) | (column >= visible[1]):
-                                weights[column] = Float32(0.0)
+                        slices.mask(weights, HALF, visible[0], visible[1], 0.0)
                     self.store_weights(address + GRADIENT_COLUMN, weights)
                     self.arrive(smem.ds_full)
                 block_phase = block_phase ^ 1
@@ -458,20 +453,6 @@ class BackwardKernel:
             if count > 0:
                 self.arrive(smem.c_empty)
                 item_phase = item_phase ^ 1
-
-    @cute.jit
-    def interval(self, p, batch, row, low: cute.Pointer, high: cute.Pointer):
-        """Columns first <= j < end that this thread's row meets."""
-        first = cutlass.max(row + p.mask_low, 0)
-        end = cutlass.min(row + p.mask_high, p.columns)
-        if row >= p.rows:
-            end = Int32(0)
-        else:
-            if p.rows_form != 0:
-                at = batch * p.rows + row
-                first = cute.make_tensor(low, cute.make_layout(1 << 30))[at]
-                end = cute.make_tensor(high, cute.make_layout(1 << 30))[at]
-        return first, end
 
     @cute.jit
     def column_statistic(self, p, lse: cute.Pointer, delta: cute.Pointer, batch, head, first_block, block_count, i):

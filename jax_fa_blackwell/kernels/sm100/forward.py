@@ -17,7 +17,8 @@ Barriers; t is a tile, u a score buffer (u = t with two tiles, else the block nu
 role has waited on it (parity k mod 2 unless stated):
 
     barrier        count  arrives                                waits                   phase
-    q_full[t]      1+tx   load, expecting the tile's slices      MMA                     an item with keys
+    q_full[t]      1+tx   load, expecting the tile's slices;     MMA                     an item
+                          no bytes where an item has no keys     correction, no keys     an item
     q_empty[t]     1      correction, when the staged output     load                    an item; parity (k+1) mod 2
                           has been read by the store
     s_full[u]      1      tcgen05.commit after S = Q K^T         softmax                 a use of u
@@ -41,7 +42,6 @@ least as many slots as both have slices; a smaller ring would deadlock.
 # The DSL is found through a .pth file and rewrites what it decorates: neither is visible to a type checker.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
 import dataclasses
-import os
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -62,9 +62,9 @@ THREADS = 512
 CORRECTION_WARP, MMA_WARP, LOAD_WARP, CLEAN_WARP = 8, 12, 13, 14
 SOFTMAX_REGISTERS = {1: 232, 2: 200}  # by query tiles; with 80 for correction and 32 for the others within the SM's
 LN_2_HIGH, LN_2_LOW = 0.693147182464599609375, -1.9046542121259336e-09
+EXACT_BEYOND = 256.0  # maxima in log2 units whose differences from the scores are taken exactly
 RESCALE_THRESHOLD = 8.0  # log2 units that the running maximum may lag behind
 INFINITY = float("inf")
-POLYNOMIAL_EVERY = {"sm_100a": 4, "sm_103a": 0}  # of so many pairs of exponentials one is a polynomial; 0: none
 
 # 2**f on [0, 1), highest power first.
 EXP2_COEFFICIENTS = (
@@ -90,7 +90,7 @@ class ForwardConfig:
     dtype: str
     query_tiles: int
     soft_cap: bool = False
-    polynomial_every: int = 0
+    polynomial_every: int = 0  # of so many pairs of exponentials one is a polynomial; 0: none
 
     @property
     def packed(self) -> str:
@@ -156,24 +156,22 @@ class ForwardKernel:
     def work(self, p, tile_blocks: cute.Pointer, item: Int32):
         """(batch, first head, first row, first value slice, first KV block, count of KV blocks) of a work item.
 
-        Items with the most rows before them, the heaviest under a causal mask, come first.
+        The heaviest come first: row intervals are listed so (``blocks.py``); else items with the most rows before them.
         """
-        columns = p.items // p.row_groups
-        row_group = p.row_groups - 1 - item // columns
-        rest = item % columns
-        first_slice = (rest % p.v_chunks) * p.chunk_slices
-        rest = rest // p.v_chunks
-        batch = rest // p.head_groups
-        head = (rest % p.head_groups) * (1 + p.head_step * (self.config.query_tiles - 1))
-        row = row_group * p.group_rows
-        last = cutlass.min(row + p.group_rows, p.query_length) - 1
-        first_block = cutlass.max(row + p.mask_low, 0) // KEYS
-        end_block = (cutlass.min(last + p.mask_high, p.key_value_length) + KEYS - 1) // KEYS
+        per_entry = p.v_chunks * p.head_groups
+        entry, rest = item // per_entry, item % per_entry
+        batches = p.items // (per_entry * p.row_groups)
+        row_group, batch = p.row_groups - 1 - entry // batches, entry % batches
+        first_block, end_block = Int32(0), Int32(0)
         if p.rows_form != 0:
-            bounds = cute.make_tensor(tile_blocks, cute.make_layout(1 << 30))
-            at = (batch * p.row_groups + row_group) * 2
-            first_block = bounds[at]
-            end_block = bounds[at + 1]
+            batch, row_group, first_block, end_block = slices.work_entry(tile_blocks, entry)
+        row = row_group * p.group_rows
+        if p.rows_form == 0:
+            last = cutlass.min(row + p.group_rows, p.query_length) - 1
+            first_block = cutlass.max(row + p.mask_low, 0) // KEYS
+            end_block = (cutlass.min(last + p.mask_high, p.key_value_length) + KEYS - 1) // KEYS
+        first_slice = (rest % p.v_chunks) * p.chunk_slices
+        head = (rest // p.v_chunks) * (1 + p.head_step * (self.config.query_tiles - 1))
         return batch, head, row, first_slice, first_block, cutlass.max(end_block - first_block, 0)
 
     @cute.kernel
@@ -260,8 +258,10 @@ class ForwardKernel:
             v_slices = cutlass.min(p.chunk_slices, p.v_slices - first_slice)
             for tile in cutlass.range_constexpr(tiles):
                 ptx.mbarrier_wait(smem.q_empty + 8 * tile, item_phase ^ 1)
-                if count > 0:
-                    barrier = smem.q_full + 8 * tile
+                barrier = smem.q_full + 8 * tile
+                if count == 0:
+                    ptx.mbarrier_arrive(barrier)
+                else:
                     ptx.mbarrier_arrive_expect_tx(barrier, p.k_slices * SLICE_BYTES)
                     destination = smem.query + tile * p.query_slices * SLICE_BYTES
                     tile_row, tile_head = row + tile * p.row_step, head + tile * p.head_step
@@ -297,10 +297,10 @@ class ForwardKernel:
         blocks, _, _ = cute.arch.grid_dim()
         for item in cutlass.range(block, p.items, blocks, unroll=1):
             _, _, _, first_slice, _, count = self.work(p, tile_blocks, item)
+            for tile in cutlass.range_constexpr(tiles):
+                ptx.mbarrier_wait(smem.q_full + 8 * tile, q_phase)
+            q_phase = q_phase ^ 1
             if count > 0:
-                for tile in cutlass.range_constexpr(tiles):
-                    ptx.mbarrier_wait(smem.q_full + 8 * tile, q_phase)
-                q_phase = q_phase ^ 1
                 next_slot, next_phase = slot, phase
                 for tile in cutlass.range_constexpr(tiles):
                     buffer = tile if tiles == 2 else score % 2
@@ -388,7 +388,8 @@ class ForwardKernel:
         for item in cutlass.range(block, p.items, blocks, unroll=1):
             batch, _, first_row, _, first_block, count = self.work(p, tile_blocks, item)
             row = first_row + tile * p.row_step + lane_row
-            low, high = self.interval(p, batch, row, row_low, row_high)
+            low, high = slices.interval(p, p.query_length, p.key_value_length, batch, row, row_low, row_high)
+            cute.arch.sync_warp()  # together again: a wait must have one result for the whole warp
             maximum, total = Float32(-INFINITY), Float32(0.0)
             for index in cutlass.range(count, unroll=1):
                 buffer = tile if tiles == 2 else score % 2
@@ -404,18 +405,16 @@ class ForwardKernel:
                         s[column] = ptx.tanh(s[column] * p.cap)
                 first_key = (first_block + index) * KEYS
                 if cute.arch.vote_all_sync((low <= first_key) & (first_key + KEYS <= high)) == False:  # noqa: E712
-                    for column in cutlass.range_constexpr(KEYS):
-                        if (column < low - first_key) | (column >= high - first_key):
-                            s[column] = Float32(-INFINITY)
+                    slices.mask(s, KEYS, low - first_key, high - first_key, -INFINITY)
 
                 previous = maximum
-                maximum = self.row_maximum(s, previous)
-                if (maximum - previous) * p.scale <= RESCALE_THRESHOLD:
-                    maximum = previous
-                rescale = ptx.ex2((previous - maximum) * p.scale)
-                shift = maximum
+                highest = self.row_maximum(s, previous)
+                if (highest - previous) * p.scale > RESCALE_THRESHOLD:
+                    maximum = highest
+                base = maximum
                 if maximum == -INFINITY:
-                    rescale, shift = Float32(1.0), Float32(0.0)
+                    previous, base = Float32(0.0), Float32(0.0)
+                rescale = self.subtract_maximum(s, previous, base, p.scale)
                 if index > 0:
                     ptx.mbarrier_wait(smem.stat_empty + 8 * tile, stat_phase)
                     ptx.st_shared_b32(statistic, rescale)
@@ -428,8 +427,7 @@ class ForwardKernel:
                 for part in cutlass.range_constexpr(KEYS // 64):
                     packed = []
                     for pair in cutlass.range_constexpr(32 * part, 32 * part + 32):
-                        # The difference first: it is exact near the maximum, whose weight is then exactly 1.
-                        x = ptx.mul2(ptx.sub2((s[2 * pair], s[2 * pair + 1]), (shift, shift)), (p.scale, p.scale))
+                        x = s[2 * pair], s[2 * pair + 1]
                         every = self.config.polynomial_every
                         if cutlass.const_expr(every > 0 and pair % max(every, 1) == every - 1):
                             x = exp2_polynomial(x)
@@ -456,26 +454,33 @@ class ForwardKernel:
                 ptx.mbarrier_arrive(smem.stat_full + 8 * tile)
 
     @cute.jit
-    def interval(self, p, batch, row, row_low: cute.Pointer, row_high: cute.Pointer):
-        """Keys low <= j < high that this thread's row sees."""
-        low = cutlass.max(row + p.mask_low, 0)
-        high = cutlass.min(row + p.mask_high, p.key_value_length)
-        if row >= p.query_length:
-            high = Int32(0)
-        else:
-            if p.rows_form != 0:
-                at = batch * p.query_length + row
-                low = cute.make_tensor(row_low, cute.make_layout(1 << 30))[at]
-                high = cute.make_tensor(row_high, cute.make_layout(1 << 30))[at]
-        return low, high
-
-    @cute.jit
     def row_maximum(self, s, start):
         """Maximum of ``start`` and the row, in four chains."""
         parts = [start, Float32(-INFINITY), Float32(-INFINITY), Float32(-INFINITY)]
         for pair in cutlass.range_constexpr(KEYS // 2):
             parts[pair % 4] = ptx.max3(parts[pair % 4], s[2 * pair], s[2 * pair + 1])
         return cute.arch.fmax(ptx.max3(parts[0], parts[1], parts[2]), parts[3])
+
+    @cute.jit
+    def subtract_maximum(self, s, previous, maximum, scale):
+        """Scores in log2 units below the maximum, in place; returns the factor that the former maximum calls for.
+
+        Up to EXACT_BEYOND the shift is rounded once, in every use the same, so that its error cancels in the end. It
+        would grow with the scores to more than a rounding of 16 bits; beyond, the difference comes first: it is exact
+        near the maximum, whose weight is then exactly 1.
+        """
+        shift = ptx.mul(maximum, scale)
+        rescale = ptx.ex2(ptx.mul(previous, scale) - shift)
+        if cute.arch.vote_any_sync((shift > EXACT_BEYOND) | (shift < -EXACT_BEYOND)):
+            rescale = ptx.ex2((previous - maximum) * scale)
+            for pair in cutlass.range_constexpr(KEYS // 2):
+                difference = ptx.sub2((s[2 * pair], s[2 * pair + 1]), (maximum, maximum))
+                s[2 * pair], s[2 * pair + 1] = ptx.mul2(difference, (scale, scale))
+        else:
+            for pair in cutlass.range_constexpr(KEYS // 2):
+                x = ptx.fma2((s[2 * pair], s[2 * pair + 1]), (scale, scale), (-shift, -shift))
+                s[2 * pair], s[2 * pair + 1] = x
+        return rescale
 
     # --- correction and epilogue --------------------------------------------------------------------------------
 
@@ -487,7 +492,7 @@ class ForwardKernel:
         tiles = self.config.query_tiles
         lane_row = (cute.arch.warp_idx() % 4) * 32 + cute.arch.lane_idx()
         lanes = cute.arch.make_warp_uniform((cute.arch.warp_idx() % 4) << 21)
-        stat_phase, o_phase = Int32(0), Int32(0)
+        stat_phase, o_phase, item_phase = Int32(0), Int32(0), Int32(0)
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         for item in cutlass.range(block, p.items, blocks, unroll=1):
@@ -527,6 +532,7 @@ class ForwardKernel:
                     ptx.mbarrier_arrive(smem.stat_empty + 8 * tile)
                 row, tile_head = first_row + tile * p.row_step, head + tile * p.head_step
                 factor = self.finish(p, lse, sinks, total, maximum, batch, row + lane_row, tile_head, first_slice)
+                cute.arch.sync_warp()
                 staging = smem.query + tile * p.query_slices * SLICE_BYTES
                 if count > 0:
                     ptx.mbarrier_wait(smem.o_full + 8 * tile, o_phase)
@@ -539,6 +545,7 @@ class ForwardKernel:
                     with cute.arch.elect_one():
                         ptx.mbarrier_arrive(smem.o_ready + 8 * tile)
                 else:
+                    ptx.mbarrier_wait(smem.q_full + 8 * tile, item_phase)
                     for chunk in cutlass.range(chunks, unroll=1):
                         self.stage(staging, lane_row, chunk, [Float32(0.0)] * 32, factor)
                 ptx.fence_proxy_async_shared()
@@ -550,7 +557,8 @@ class ForwardKernel:
                     ptx.bulk_commit_group()
                     ptx.bulk_wait_group_read()
                     ptx.mbarrier_arrive(smem.q_empty + 8 * tile)
-            stat_phase = stat_phase ^ 1
+                cute.arch.sync_warp()
+            stat_phase, item_phase = stat_phase ^ 1, item_phase ^ 1
             if count > 0:
                 o_phase = o_phase ^ 1
 
@@ -558,8 +566,10 @@ class ForwardKernel:
     def finish(self, p, lse: cute.Pointer, sinks: cute.Pointer, total, maximum, batch, row, head, first_slice):
         """Writes the row's log-sum-exp; returns the factor that makes the accumulator the output."""
         factor = ptx.rcp(total)
-        peak = maximum * p.scale  # log2 units
-        remainder = ptx.fma(maximum, p.scale, -peak)
+        peak = ptx.mul(maximum, p.scale)  # log2 units
+        remainder = Float32(0.0)
+        if (peak > EXACT_BEYOND) | (peak < -EXACT_BEYOND):
+            remainder = ptx.fma(maximum, p.scale, -peak)
         sink = Float32(-INFINITY)
         if p.has_sinks != 0:
             sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[batch * p.heads + head]
@@ -593,7 +603,7 @@ class ForwardKernel:
 
 def build(name: str, options: dict):
     """The host function and its arguments for the DSL's compiler; the entry's symbol begins with ``name``."""
-    config = ForwardConfig(**options, polynomial_every=POLYNOMIAL_EVERY[os.environ["CUTE_DSL_ARCH"]])
+    config = ForwardConfig(**options)
     element = {"bfloat16": BFloat16, "float16": Float16}[config.dtype]
     forward = ForwardKernel(config)
     ForwardKernel.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -67,6 +67,44 @@ def matrix_descriptor(address: Int32) -> Int64:
 
 
 @cute.jit
+def work_entry(blocks: cute.Pointer, index):
+    """Entry of int32 [entries, 4]: batch, group of rows, first block of columns, and one past the last."""
+    listed = cute.make_tensor(blocks, cute.make_layout(1 << 30))
+    return listed[4 * index], listed[4 * index + 1], listed[4 * index + 2], listed[4 * index + 3]
+
+
+@cute.jit
+def interval(p, rows, columns, batch, row, low: cute.Pointer, high: cute.Pointer):
+    """Columns first <= j < end that a row sees; ``low`` and ``high`` are int32 [B, rows] where p.rows_form is set."""
+    first = cutlass.max(row + p.mask_low, 0)
+    end = cutlass.min(row + p.mask_high, columns)
+    if row >= rows:
+        end = Int32(0)
+    else:
+        if p.rows_form != 0:
+            at = batch * rows + row
+            first = cute.make_tensor(low, cute.make_layout(1 << 30))[at]
+            end = cute.make_tensor(high, cute.make_layout(1 << 30))[at]
+    return first, end
+
+
+@cute.jit
+def mask(values, columns: cutlass.Constexpr, first, end, hidden: cutlass.Constexpr):
+    """Sets the columns j of a row with j < first or end <= j to ``hidden``.
+
+    By one word of bits for 32 columns, which costs a third of two comparisons a column.
+    """
+    for word in cutlass.range_constexpr(columns // 32):
+        before = ptx.shl(Int32(-1), cutlass.max(first - 32 * word, 0))
+        after = ptx.shl(Int32(-1), cutlass.max(end - 32 * word, 0))
+        visible = before & (after ^ -1)
+        for column in cutlass.range_constexpr(32):
+            bit = 1 << column if column < 31 else -(1 << 31)
+            if (visible & bit) == 0:
+                values[32 * word + column] = cutlass.Float32(hidden)
+
+
+@cute.jit
 def load_resident(destination, tensor_map: Int64, slices, row, head, batch, barrier):
     """Loads the slices of 128 rows side by side; the barrier must expect them."""
     for index in cutlass.range(slices, unroll=1):

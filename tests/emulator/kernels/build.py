@@ -1,8 +1,8 @@
 """Compiles the test kernels to PTX, without a GPU, and keeps the text under build/.
 
 A test kernel NAME of this folder is two modules: NAME.py has a frozen dataclass `Config`, NAME_kernel.py a function
-`compile_ptx(config)`, which imports the DSL. That happens in a child process only: it takes a second, and its warnings
-are not ours.
+`compile_ptx(config)`, which imports the DSL. NAME.py may list further SOURCES that the kernel is made of. That happens
+in a child process only: it takes a second, and its warnings are not ours.
 """
 
 import argparse
@@ -34,8 +34,9 @@ def _module_name(config: Any) -> str:
 def _path(config: Any, arch: str) -> pathlib.Path:
     """Where the PTX of a configuration lies; the name holds everything that it depends on."""
     module = _module_name(config)
+    more = getattr(sys.modules[type(config).__module__], "SOURCES", ())
     parts = [
-        *(path.read_text() for path in (HERE / f"{module}.py", HERE / f"{module}_kernel.py", HERE / "dsl.py")),
+        *(path.read_text() for path in (HERE / f"{module}.py", HERE / f"{module}_kernel.py", HERE / "dsl.py", *more)),
         importlib.metadata.version("nvidia-cutlass-dsl"),
         arch,
         json.dumps(dataclasses.asdict(config), sort_keys=True),
@@ -55,7 +56,7 @@ def prepare(configs: Sequence[Any], arch: str = "sm_100a"):
     ]
     with tempfile.TemporaryDirectory() as dump:
         environment = dict(os.environ, CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP="ptx", CUTE_DSL_DUMP_DIR=dump)
-        environment["PYTHONPATH"] = str(HERE.parent)
+        environment["PYTHONPATH"] = os.pathsep.join((str(HERE.parent), str(HERE.parents[2])))
         done = subprocess.run(
             [sys.executable, str(HERE / "build.py")],
             input=json.dumps(jobs),

@@ -1,0 +1,37 @@
+"""The kernel of late_release.py; imports the DSL."""
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+
+from jax_fa_blackwell.kernels.common import ptx
+from jax_fa_blackwell.kernels.sm100 import backward, slices
+
+from .late_release import Config
+
+
+class LateRelease(backward.BackwardKernel):
+    @cute.jit
+    def scores(self, p, smem, slot, phase, tmem):
+        ring, first = smem.ring, slot
+        accumulator, steps = tmem + backward.SCORE_COLUMN, (p.a1_tail_columns + 15) // 16
+        slot, phase = slices.multiply_dims(
+            ring, slot, phase, accumulator, smem.a1, p.a1_slices, steps, p.score_instruction, False
+        )
+        for index in cutlass.range(p.a1_slices, unroll=1):
+            with cute.arch.elect_one():
+                ptx.tcgen05_commit(ring.empty + 8 * ((first + index) % ring.slots))
+        with cute.arch.elect_one():
+            ptx.tcgen05_commit(smem.s_full)
+        return slot, phase
+
+
+def compile_ptx(config: Config) -> str:
+    backward.BackwardKernel = LateRelease
+    host, arguments = backward.build("late_release", dataclasses.asdict(config))
+    text = cute.compile(host, *arguments).artifacts.PTX
+    if not text:
+        raise RuntimeError("the compiler kept no PTX; CUTE_DSL_KEEP=ptx must be set before it is imported")
+    return text
