@@ -301,8 +301,7 @@ def _find(name: str, arch: str) -> tuple[str, str, str]:
 def make_forward_plan(spec: AttentionSpec, arch: str, find: Callable = _find) -> LaunchPlan:
     """The forward's launch plan for one architecture."""
     plan = forward_plan.plan_forward(spec, get_target(arch))
-    name = registry.forward_name(spec.dtype, plan.query_tiles, spec.logits_soft_cap is not None)
-    return forward_plan.launch_forward(plan, *find(name, arch))
+    return forward_plan.launch_forward(plan, *find(plan.kernel, arch))
 
 
 def make_backward_plan(spec: AttentionSpec, arch: str, find: Callable = _find) -> LaunchPlan:
