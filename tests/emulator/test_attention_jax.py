@@ -2,15 +2,13 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from emulator import attention_kernels
-from jax_fa_blackwell import attention, cuda, export, flash_attention, linen
+from emulator import emulated_gpu
+from jax_fa_blackwell import export, flash_attention
 
 pytestmark = [
     pytest.mark.emulator,
@@ -21,24 +19,7 @@ pytestmark = [
 @pytest.fixture
 def emulated(monkeypatch):
     """A machine whose GPU is an emulated B200; returns the list of launched plans' names."""
-    attention_kernels.prepare()
-    launched = []
-
-    def execute(make_plan, spec, arrays, results, fallback, fallback_arguments):
-        del fallback, fallback_arguments
-
-        def call(*arrays):
-            launched.append(make_plan.__name__)
-            flat, _ = attention_kernels.run(make_plan, spec, [np.asarray(array) for array in arrays])
-            return tuple(
-                array.view(result.dtype).reshape(result.shape) for array, result in zip(flat, results, strict=True)
-            )
-
-        return jax.pure_callback(call, tuple(results), *arrays)
-
-    monkeypatch.setattr(cuda, "execute", execute)
-    monkeypatch.setattr(attention, "device_arch", lambda: "sm_100a")
-    return launched
+    return emulated_gpu.install(monkeypatch.setattr)
 
 
 def make_inputs(B=2, T=70, S=90, N=4, K=2, H=72, Hv=64, dtype=jnp.bfloat16):
@@ -160,52 +141,10 @@ def test_empty(emulated):
     assert not emulated
 
 
-class Model(nn.Module):
-    """Two layers of attention with a residual each."""
-
-    head_dim: int
-    implementation: str
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(32, 64, dtype=jnp.bfloat16)(tokens)
-        for _ in range(2):
-            attend = linen.MultiHeadAttention(
-                num_heads=2,
-                num_kv_heads=1,
-                head_dim=self.head_dim,
-                dtype=jnp.bfloat16,
-            )
-            x = x + attend(nn.LayerNorm(dtype=jnp.bfloat16)(x), is_causal=True, implementation=self.implementation)
-        return nn.Dense(32, dtype=jnp.float32)(x)
-
-
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_training(emulated, head_dim):
     """20 steps of a two-layer model: the loss follows that of the XLA path within bf16 noise."""
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (1, 1, 49)))
-
-    def train(implementation):
-        model, optimizer = Model(head_dim, implementation), optax.adam(3e-4)
-        params = model.init(jax.random.key(0), tokens[0, :, :-1])
-
-        def loss_of(params, tokens):
-            logits = jnp.asarray(model.apply(params, tokens[:, :-1]))
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-        @jax.jit
-        def step(params, state, tokens):
-            loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
-            updates, state = optimizer.update(gradients, state)
-            return optax.apply_updates(params, updates), state, loss
-
-        state, history = optimizer.init(params), []
-        for batch in tokens.repeat(20, 0):
-            params, state, loss = step(params, state, batch)
-            history.append(float(loss))
-        return np.array(history)
-
-    kernels, xla = train("cuda"), train("xla")
+    kernels, xla = emulated_gpu.train(head_dim, "cuda"), emulated_gpu.train(head_dim, "xla")
     assert emulated.count("make_backward_plan") == 40
     np.testing.assert_allclose(kernels, xla, atol=0.01)
     assert kernels[-1] < 0.7 * kernels[0]

@@ -6,7 +6,6 @@ Addresses are 32-bit integers: shared memory in the ``.shared`` window, Tensor M
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cute.arch import inline_ptx
