@@ -10,16 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import ad_checkpoint
-from jax.custom_derivatives import SymbolicZero
 
 from jax_fa_blackwell import reference, sharding, xla
 from jax_fa_blackwell.arguments import Arguments, check_arguments
-from jax_fa_blackwell.differentiation import DIFFERENTIABLE, Passes, no_derivative, tangent
+from jax_fa_blackwell.differentiation import Passes, attend, no_derivative
 from jax_fa_blackwell.masks import KvIntervals, MaskArguments, kv_intervals
 from jax_fa_blackwell.operands import Operands
 from jax_fa_blackwell.plan import forward as _forward_kernel  # noqa: F401 - it adds its rule to the kernels to choose from
-from jax_fa_blackwell.plan.spec import AttentionSpec, choose_implementation
+from jax_fa_blackwell.plan.spec import AttentionSpec, Choice, choose_implementation
 from jax_fa_blackwell.plan.target import arch_of_compute_capability
 
 _logger = logging.getLogger("jax_fa_blackwell")
@@ -155,15 +153,13 @@ def flash_attention(
         # Lists and numbers are taken too, and by here they are known to be arrays.
         {name: None if array is None else jnp.asarray(array) for name, array in arrays.items()},
         has_lse=return_lse,
+        checkpoint_name=checkpoint_name,
     )
     if mapped is not None:
         return mapped
     intervals = _intervals(arguments.masks)
     spec = make_spec(arguments, intervals, deterministic)
-    on_request = implementation in ("xla", "reference")
-    choice = choose_implementation(spec, implementation, None if on_request else device_arch())
-    if choice.name == "xla" and not on_request:
-        _log_once(choice.reason)
+    choice = choose(spec, implementation)
     if choice.name == "reference":
         out, lse = reference.attention(
             arguments.query,
@@ -190,7 +186,7 @@ def flash_attention(
         if choice.name == "cuda" and spec.mask_form == "rows":
             transposed = _intervals(arguments.masks.transpose())
             operands = operands._replace(key_lo=transposed.lo, key_hi=transposed.hi)
-        out, lse = _attend(choice.name, spec, checkpoint_name, sharding.vary_alike(operands))
+        out, lse = attend(passes(choice.name), spec, checkpoint_name, sharding.vary_alike(operands))
     if not arguments.has_batch:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -269,6 +265,24 @@ def device_arch() -> str | None:
     return arch_of_compute_capability(int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
+def choose(spec: AttentionSpec, implementation: str | None) -> Choice:
+    """``choose_implementation`` for the GPUs here and the mesh around; it logs, once, why a call falls back to "xla".
+
+    Raises:
+      ValueError: there is no such implementation.
+      NotImplementedError: "cuda" is asked for and no kernel takes the call here; the message names the limit.
+    """
+    on_request = implementation in ("xla", "reference")
+    choice = choose_implementation(spec, implementation, None if on_request else device_arch())
+    if choice.name == "cuda" and (limit := sharding.kernel_limit()):
+        if implementation == "cuda":
+            raise NotImplementedError(f"implementation='cuda': {limit}")
+        choice = Choice("xla", limit)
+    if choice.name == "xla" and not on_request:
+        _log_once(choice.reason)
+    return choice
+
+
 @functools.cache
 def _log_once(reason: str) -> None:
     # On a GPU the fallback costs speed that the user paid for; elsewhere there is nothing else to expect.
@@ -277,21 +291,25 @@ def _log_once(reason: str) -> None:
 
 
 # Under jit, so that calls with equal shapes, such as a model's layers, are traced and lowered once.
-_xla_forward = jax.jit(xla.forward, static_argnums=0)
-_xla_backward = jax.jit(xla.backward, static_argnums=0)
+_xla_forward = jax.jit(xla.forward, static_argnums=0, static_argnames="result_dtype")
+_xla_backward = jax.jit(xla.backward, static_argnums=0, static_argnames="result_dtype")
 
 
-@functools.cache
-def _passes(implementation: str) -> Passes:
+def passes(implementation: str) -> Passes:
+    """Forward and backward pass of "xla" or "cuda", on operands that vary alike over mesh axes."""
     if implementation == "xla":
-        return Passes("xla", _xla_forward, _xla_backward)
-    return Passes("cuda", None, _kernel_backward)
+        return Passes("xla", _xla_forward, _xla_backward, has_forward_mode=True)
+    return Passes("cuda", _kernel_forward, _kernel_backward, has_forward_mode=False)
 
 
 def _cuda() -> Any:
     from jax_fa_blackwell import cuda  # here, because only programs with kernels need to find cubins
 
     return cuda
+
+
+def _kernel_forward(spec: AttentionSpec, operands: Operands):
+    return _cuda().forward(spec, operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -301,21 +319,4 @@ def _kernel_backward(spec: AttentionSpec, *arguments):
 
 @_kernel_backward.defjvp
 def _refuse_second_derivative(*_):
-    raise no_derivative(_passes("cuda"), "second derivative")
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _attend(implementation: str, spec: AttentionSpec, name: str, operands: Operands):
-    del name
-    return (_xla_forward if implementation == "xla" else _cuda().forward)(spec, operands)
-
-
-@functools.partial(_attend.defjvp, symbolic_zeros=True)
-def _attend_jvp(implementation: str, spec: AttentionSpec, name: str, primals, tangents):
-    (operands,), (moving,) = primals, tangents
-    # Through _attend again, so that a second derivative uses this rule instead of going through the forward scan.
-    out, lse = _attend(implementation, spec, name, operands)
-    out, lse = ad_checkpoint.checkpoint_name(out, name), ad_checkpoint.checkpoint_name(lse, name)
-    given = {field: getattr(moving, field) for field in DIFFERENTIABLE}
-    given = {k: t for k, t in given.items() if t is not None and not isinstance(t, SymbolicZero)}
-    return (out, lse), tangent(_passes(implementation), spec, operands, out, lse, given)
+    raise no_derivative(passes("cuda"), "second derivative")

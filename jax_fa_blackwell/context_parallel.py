@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import ad_checkpoint
 
-from jax_fa_blackwell import xla
 from jax_fa_blackwell.arguments import Arguments, check_arguments
-from jax_fa_blackwell.attention import CHECKPOINT_NAME, device_arch, flash_attention, make_spec
+from jax_fa_blackwell.attention import CHECKPOINT_NAME, choose, flash_attention, make_spec, passes
+from jax_fa_blackwell.differentiation import Passes, attend
 from jax_fa_blackwell.masks import KvIntervals, kv_intervals, query_intervals
-from jax_fa_blackwell.operands import Operands
-from jax_fa_blackwell.plan.spec import AttentionSpec, choose_implementation
+from jax_fa_blackwell.operands import Gradients, Operands
+from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.sharding import vary_alike, varying_axes
 
 ORDERS = ("contiguous", "zigzag")
@@ -96,7 +95,8 @@ def ring_attention(
     float32, along with them. A device's memory is O(T + S), forward and backward, beside two or, for segments, some
     int32 arrays as long as the whole sequence.
 
-    Partial outputs are in query's dtype and are merged in float32; so are partial gradients.
+    Partial outputs and gradients are merged in float32. Steps of "xla" return them so; those of kernels are in query's
+    dtype.
 
     Args:
       query: [B, T, N, H] or [T, N, H]; as for ``flash_attention``.
@@ -121,12 +121,13 @@ def ring_attention(
 
     Returns:
       The local output [B, T, N, Hv] in query's dtype; with return_lse a pair of it and the local LSE [B, T, N]. Both
-      are differentiable by reverse mode; what was replicated gets the sum of its gradients over the axis, as usual in
-      ``jax.shard_map``.
+      are differentiable as those of ``flash_attention`` are; what was replicated gets the sum of its gradients over
+      the axis, as usual in ``jax.shard_map``.
 
     Raises:
       ValueError: an argument is malformed; the message names it, what it was and what was expected.
-      NotImplementedError: implementation="cuda" and no kernel takes a step; the message names the limit.
+      NotImplementedError: implementation="cuda" and no kernel takes a step; the message names the limit. Or a
+        derivative that kernels do not have.
       NameError: the axis is not manual here.
     """
     if order not in ORDERS:
@@ -174,17 +175,17 @@ def ring_attention(
     form = "none" if intervals.form == "none" else "rows"
     local = KvIntervals(T, S, lower=-T, upper=S)
     spec = dataclasses.replace(make_spec(arguments, local, deterministic=False), mask_form=form, has_sinks=False)
-    choice = choose_implementation(spec, implementation, None if implementation == "xla" else device_arch())
+    choice = choose(spec, implementation)
     rows = columns = None
     if form == "rows":
         here = jax.lax.axis_index(axis_name)
         rows = _bounds_at(intervals, ring.positions(here, T), arguments.masks.batch)
         if choice.name == "cuda":
             columns = _bounds_at(query_intervals(masks), ring.positions(here, S), arguments.masks.batch)
-    call = _Call(choice.name, spec, ring, checkpoint_name)
+    call = _Call(choice.name, spec, ring)
     operands = _RingOperands(arguments.query, arguments.key, arguments.value, arguments.sinks, rows, columns)
     axes = varying_axes(operands) | varying_axes(jax.lax.axis_index(axis_name))
-    out, lse = _ring(call, vary_alike(operands, axes))
+    out, lse = attend(_ring_passes(choice.name), call, checkpoint_name, vary_alike(operands, axes))
     if not arguments.has_batch:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -337,7 +338,6 @@ class _Call(NamedTuple):
     implementation: str
     spec: AttentionSpec
     ring: _Ring
-    name: str
 
 
 class _RingOperands(NamedTuple):
@@ -386,12 +386,9 @@ def _step_operands(call: _Call, operands: _RingOperands, keys: _Keys, step: Any)
     return Operands(operands.query, keys.key, keys.value, lo=lo, hi=hi, key_lo=key_lo, key_hi=key_hi)
 
 
-def _module(implementation: str) -> Any:
-    if implementation == "xla":
-        return xla
-    from jax_fa_blackwell import cuda  # here, because only programs with kernels need to find cubins
-
-    return cuda
+def _step_options(call: _Call) -> dict[str, str]:
+    """What makes a step return its parts in the dtype that they are merged in; kernels cannot."""
+    return {"result_dtype": call.spec.accumulator_dtype} if call.implementation == "xla" else {}
 
 
 def _forward(call: _Call, operands: _RingOperands) -> tuple[jax.Array, jax.Array]:
@@ -403,19 +400,21 @@ def _forward(call: _Call, operands: _RingOperands) -> tuple[jax.Array, jax.Array
     state = jnp.zeros((*shape, spec.value_head_dim), wide), jnp.broadcast_to(jnp.asarray(sinks, wide), shape)
     state = vary_alike(state, varying_axes(operands))
 
-    def attend(state, keys, step):
-        return _merge(state, _module(call.implementation).forward(spec, _step_operands(call, operands, keys, step)))
+    run = functools.partial(passes(call.implementation).forward, spec, **_step_options(call))
+
+    def merge_step(state, keys, step):
+        return _merge(state, run(_step_operands(call, operands, keys, step)))
 
     def visit(carry, step):
         state, keys = carry
         coming = ring.pass_on(keys)  # before the step, which hides it
-        return (attend(state, keys, step), coming), None
+        return (merge_step(state, keys, step), coming), None
 
     keys = _Keys(operands.key, operands.value, operands.columns)
     last = ring.devices - 1
     if last:
         (state, keys), _ = jax.lax.scan(visit, (state, keys), jnp.arange(last))
-    out, lse = attend(state, keys, last)
+    out, lse = merge_step(state, keys, last)
     return out.astype(spec.dtype), lse
 
 
@@ -431,18 +430,9 @@ def _merge(state: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]
     return merged, jnp.where(total == 0, -jnp.inf, safe_peak + jnp.log(safe_total))
 
 
-_ring: Any = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-
-
-def _ring_forward(call: _Call, operands: _RingOperands):
-    out, lse = _forward(call, operands)
-    out, lse = ad_checkpoint.checkpoint_name(out, call.name), ad_checkpoint.checkpoint_name(lse, call.name)
-    return (out, lse), (operands, out, lse)
-
-
-def _ring_backward(call: _Call, residuals, cotangents):
-    operands, out, lse = residuals
-    d_out, d_lse = cotangents
+def _backward(
+    call: _Call, operands: _RingOperands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+) -> Gradients:
     spec, ring = call.spec, call.ring
     wide = jnp.dtype(spec.accumulator_dtype)
     d_sinks = None
@@ -453,10 +443,11 @@ def _ring_backward(call: _Call, residuals, cotangents):
         delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1) - d_lse
         d_sinks = -jnp.sum(jnp.exp(sinks - lse) * delta, axis=(0, 1)).astype(operands.sinks.dtype)
 
-    def attend(keys, step):
+    run = functools.partial(passes(call.implementation).backward, spec, **_step_options(call))
+
+    def gradients_of(keys, step):
         """The step's gradients of query and of its keys and values, to be summed in the accumulator dtype."""
-        step_operands = _step_operands(call, operands, keys, step)
-        gradients = _module(call.implementation).backward(spec, step_operands, out, lse, d_out, d_lse)
+        gradients = run(_step_operands(call, operands, keys, step), out, lse, d_out, d_lse)
         return gradients.query.astype(wide), (gradients.key.astype(wide), gradients.value.astype(wide))
 
     def add(some, others):
@@ -466,21 +457,23 @@ def _ring_backward(call: _Call, residuals, cotangents):
         d_query, d_keys, keys = carry
         coming = ring.pass_on(keys)  # both before the step, which hides them
         d_keys = ring.pass_on(d_keys)
-        step_query, step_keys = attend(keys, step)
+        step_query, step_keys = gradients_of(keys, step)
         return (d_query + step_query, add(d_keys, step_keys), coming), None
 
     keys, last = _Keys(operands.key, operands.value, operands.columns), ring.devices - 1
     coming = ring.pass_on(keys) if last else keys
-    d_query, d_keys = attend(keys, 0)
+    d_query, d_keys = gradients_of(keys, 0)
     if last > 1:
         (d_query, d_keys, coming), _ = jax.lax.scan(visit, (d_query, d_keys, coming), jnp.arange(1, last))
     if last:
         d_keys = ring.pass_on(d_keys)
-        step_query, step_keys = attend(coming, last)
+        step_query, step_keys = gradients_of(coming, last)
         d_query = d_query + step_query
         d_keys = ring.pass_on(add(d_keys, step_keys))  # home
     d_query, d_key, d_value = (array.astype(spec.dtype) for array in (d_query, *d_keys))
-    return (_RingOperands(d_query, d_key, d_value, d_sinks, None, None),)
+    return Gradients(d_query, d_key, d_value, None, d_sinks)
 
 
-_ring.defvjp(_ring_forward, _ring_backward)
+@functools.cache
+def _ring_passes(implementation: str) -> Passes:
+    return Passes(implementation, _forward, _backward, passes(implementation).has_forward_mode)

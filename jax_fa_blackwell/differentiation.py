@@ -9,18 +9,20 @@ linear in T and S; kernels have no such pass, and say so.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import ad_checkpoint
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_fa_blackwell import mapped_queries
 from jax_fa_blackwell.operands import Operands
-from jax_fa_blackwell.plan.spec import AttentionSpec
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
@@ -32,14 +34,15 @@ class Passes(NamedTuple):
 
     Attributes:
       name: of the implementation, for messages.
-      forward: (spec, operands) -> (out, lse), a JAX function that forward mode can differentiate; None if it is made
-        of kernels.
-      backward: (spec, operands, out, lse, cotangent of out, cotangent of lse) -> Gradients.
+      forward: (spec, operands) -> (out, lse).
+      backward: (spec, operands, out, lse, cotangent of out, cotangent of lse) -> gradients, by the operands' names.
+      has_forward_mode: whether forward is a JAX function that forward mode can differentiate; kernels are none.
     """
 
     name: str
-    forward: Callable[..., Results] | None
+    forward: Callable[..., Results]
     backward: Callable[..., Any]
+    has_forward_mode: bool
 
 
 class _Call(NamedTuple):
@@ -53,7 +56,7 @@ class _Call(NamedTuple):
     """
 
     passes: Passes
-    spec: AttentionSpec
+    spec: Any
     names: tuple[str, ...]
     tree: Any
     batched: tuple[tuple[bool, ...], ...] = ()
@@ -67,30 +70,38 @@ def no_derivative(passes: Passes, what: str) -> NotImplementedError:
     """The error of a derivative that kernels do not have."""
     return NotImplementedError(
         f"{what} of implementation={passes.name!r}: kernels have first derivatives by reverse mode only; "
-        "use flash_attention(..., implementation='xla')"
+        "use implementation='xla'"
     )
 
 
-def tangent(
-    passes: Passes, spec: AttentionSpec, operands: Operands, out: jax.Array, lse: jax.Array, tangents: dict[str, Any]
-) -> Results:
-    """The tangents of output and LSE.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def attend(passes: Passes, spec: Any, name: str, operands: Any) -> Results:
+    """Output and LSE, with every derivative that an implementation has.
 
     Args:
       passes: the implementation.
-      spec: the call.
-      operands: its arrays, each varying over the same mesh axes.
-      out: its output.
-      lse: its LSE.
-      tangents: by the operand's name; those that are not there are zero. At least one.
+      spec: the call, hashable; what the passes take.
+      name: of output and LSE for ``jax.checkpoint`` policies.
+      operands: the call's arrays, a named tuple, each varying over the same mesh axes.
 
     Returns:
-      Like ``out`` and ``lse``.
+      (out, lse).
     """
+    del name
+    return passes.forward(spec, operands)
+
+
+@functools.partial(attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(passes: Passes, spec: Any, name: str, primals, tangents):
+    (operands,), (moving,) = primals, tangents
+    # Through attend again, so that a second derivative uses this rule instead of going through the forward scan.
+    out, lse = attend(passes, spec, name, operands)
+    out, lse = ad_checkpoint.checkpoint_name(out, name), ad_checkpoint.checkpoint_name(lse, name)
+    given = {field: getattr(moving, field, None) for field in DIFFERENTIABLE}
+    given = {field: t for field, t in given.items() if t is not None and not isinstance(t, SymbolicZero)}
     leaves, tree = jax.tree.flatten((operands, out, lse))
-    call = _Call(passes, spec, tuple(tangents), tree)
-    d_out, d_lse = _tangent_p.bind(*leaves, *tangents.values(), call=call)
-    return d_out, d_lse
+    d_out, d_lse = _tangent_p.bind(*leaves, *given.values(), call=_Call(passes, spec, tuple(given), tree))
+    return (out, lse), (d_out, d_lse)
 
 
 _tangent_p = Primitive("jax_fa_blackwell_tangent")
@@ -105,7 +116,7 @@ def _abstract(*avals, call: _Call):
 
 def _evaluate(*arrays, call: _Call) -> list[jax.Array]:
     """Forward mode: the tangent of the forward pass, its own primal results dropped."""
-    if call.passes.forward is None:
+    if not call.passes.has_forward_mode:
         raise no_derivative(call.passes, "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.hessian)")
     forward = functools.partial(call.passes.forward, call.spec)
 
@@ -165,11 +176,11 @@ def _transpose(cotangents, *arguments, call: _Call):
         gradients = call.passes.backward(call.spec, operands, out, lse, *arrays[call.residuals :])
         return [getattr(gradients, name) for name in call.names]
 
-    for level, flags in enumerate(call.batched):
-        if level == 0 and _is_of_queries_alone(call, flags):
-            one = _grouped_transpose(call, flags)
-        else:
-            one = _mapped_transpose(one, flags, call.residuals)
+    grouped = tuple(itertools.takewhile(functools.partial(_is_of_queries_alone, call), call.batched))
+    if grouped:
+        one = _grouped_transpose(call, grouped)
+    for flags in call.batched[len(grouped) :]:
+        one = _mapped_transpose(one, flags, call.residuals)
     gradients = one(*residuals, *cotangents)
     wanted = [g if ad.is_undefined_primal(x) else None for g, x in zip(gradients, linear, strict=True)]
     return [None] * call.residuals + wanted
@@ -192,23 +203,40 @@ def _mapped_transpose(transpose: Callable, flags: tuple[bool, ...], residuals: i
 def _is_of_queries_alone(call: _Call, flags: tuple[bool, ...]) -> bool:
     """Whether a vmap maps queries over keys and values that it does not, and whose cotangents it therefore sums."""
     operands, _, _ = jax.tree.unflatten(call.tree, flags[: call.residuals])
-    if not operands.query or operands.bias is not None or operands.mask is not None:
+    if not isinstance(operands, Operands) or not operands.query:
+        return False
+    if operands.bias is not None or operands.mask is not None:
         return False
     shared = operands._replace(query=False, sinks=False)
     linear = dict(zip(call.names, flags[call.residuals :], strict=True))
     return not (any(jax.tree.leaves(shared)) or linear.get("key") or linear.get("value"))
 
 
-def _grouped_transpose(call: _Call, flags: tuple[bool, ...]) -> Callable:
-    """The same as ``_mapped_transpose`` with mapped queries as more heads of a group: keys are not copied."""
+def _grouped_transpose(call: _Call, levels: tuple[tuple[bool, ...], ...]) -> Callable:
+    """The transpose of nested vmaps, innermost first, with mapped queries as more heads of a group: no copied keys."""
+    sinks_have = [jax.tree.unflatten(call.tree, flags[: call.residuals])[0].sinks for flags in levels]
+    backward = call.passes.backward
+    for _ in levels:
+        backward = functools.partial(mapped_queries.backward, backward)
 
     def run(*arrays):
         operands, out, lse = jax.tree.unflatten(call.tree, arrays[: call.residuals])
-        rest = (operands, out, lse, *arrays[call.residuals :])
-        gradients = mapped_queries.backward(call.passes.backward, call.spec, *rest)
-        linear = zip(call.names, flags[call.residuals :], strict=True)
-        found = [(name, flag, getattr(gradients, name)) for name, flag in linear]
-        return [g if flag or name in ("key", "value") else jnp.sum(g, 0) for name, flag, g in found]
+        extents = out.shape[: len(levels)]
+        if operands.sinks is not None:
+            heads = operands.sinks.shape[-1]
+            there = [extent if has else 1 for extent, has in zip(extents, reversed(sinks_have), strict=True)]
+            sinks = jnp.broadcast_to(operands.sinks.reshape(*there, heads), (*extents, heads))
+            operands = operands._replace(sinks=sinks)
+        gradients = backward(call.spec, operands, out, lse, *arrays[call.residuals :])
+        results = []
+        for index, name in enumerate(call.names, call.residuals):
+            gradient = getattr(gradients, name)
+            if name not in ("key", "value"):
+                # Axes stand outermost first. An argument that a vmap did not map gets the sum of its cotangents.
+                axes = [axis for axis, flags in enumerate(reversed(levels)) if not flags[index]]
+                gradient = jnp.sum(gradient, axes) if axes else gradient
+            results.append(gradient)
+        return results
 
     return run
 

@@ -42,19 +42,20 @@ def backward(
     Args:
       function: a backward pass, of (spec, operands, out, lse, d_out, d_lse).
       spec: the call of one element of the mapped axis.
-      operands: its arrays; query has the mapped axis as axis 0, sinks may, nothing else does, and there is no bias or
-        mask.
-      out: [A, B, T, N, Hv], with the mapped axis, as all that follow.
-      lse: [A, B, T, N].
+      operands: its arrays; query, and sinks if there are any, have the mapped axis as axis 0, nothing else has it, and
+        there is no bias or mask.
+      out: [A, ..., B, T, N, Hv], with the mapped axis, as all that follow; more axes after it are the function's.
+      lse: [A, ..., B, T, N].
       d_out: like out.
       d_lse: like lse.
     """
     size, K = len(out), spec.key_value_heads
-    sinks = operands.sinks
-    if sinks is not None:
-        sinks = fold(jnp.broadcast_to(sinks, (size, spec.query_heads)), K, 0)
     larger = dataclasses.replace(spec, query_heads=size * spec.query_heads)
-    operands = operands._replace(query=fold(operands.query, K, 2), sinks=sinks)
-    gradients = function(larger, operands, *(fold(array, K, 2) for array in (out, lse, d_out, d_lse)))
-    d_sinks = None if gradients.sinks is None else unfold(gradients.sinks, size, K, 0)
-    return gradients._replace(query=unfold(gradients.query, size, K, 2), sinks=d_sinks)
+    sinks = None if operands.sinks is None else fold(operands.sinks, K, operands.sinks.ndim - 2)
+    operands = operands._replace(query=fold(operands.query, K, operands.query.ndim - 3), sinks=sinks)
+    out, d_out = (fold(array, K, array.ndim - 3) for array in (out, d_out))
+    lse, d_lse = (fold(array, K, array.ndim - 2) for array in (lse, d_lse))
+    gradients = function(larger, operands, out, lse, d_out, d_lse)
+    d_query, d_sinks = gradients.query, gradients.sinks
+    d_sinks = None if d_sinks is None else unfold(d_sinks, size, K, d_sinks.ndim - 1)
+    return gradients._replace(query=unfold(d_query, size, K, d_query.ndim - 2), sinks=d_sinks)

@@ -71,13 +71,31 @@ def _varying(array: Any) -> frozenset:
     return frozenset() if manual is None else manual.varying
 
 
-def map_explicit(function: Callable[..., Any], arrays: Mapping[str, jax.Array | None], *, has_lse: bool) -> Any:
+def kernel_limit() -> str | None:
+    """Why kernels cannot run in the ``jax.shard_map`` around, or None if they can."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual, automatic = (
+        tuple(name for name, kind in kinds.items() if kind == wanted) for wanted in (AxisType.Manual, AxisType.Auto)
+    )
+    if not (manual and automatic):
+        return None
+    return (
+        f"kernels are not partitioned in a jax.shard_map that has mesh axes {manual!r} manual and leaves {automatic!r}"
+        " to the compiler; give all of them to axis_names, or leave axis_names out"
+    )
+
+
+def map_explicit(
+    function: Callable[..., Any], arrays: Mapping[str, jax.Array | None], *, has_lse: bool, checkpoint_name: str
+) -> Any:
     """``function(**arrays)`` on each device's part, if the arrays are sharded over explicit mesh axes.
 
     Args:
       function: takes the arrays by name and returns the output, or it and the LSE.
       arrays: flash_attention's arrays by its argument names; None for what is not given.
       has_lse: whether the LSE is returned.
+      checkpoint_name: of the results within the function.
 
     Returns:
       The results, sharded like query along batch and heads; None if no array is sharded over an explicit axis.
@@ -130,8 +148,13 @@ def map_explicit(function: Callable[..., Any], arrays: Mapping[str, jax.Array | 
     axis_names = {
         name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
     }
+    run = lambda local: function(**local)  # noqa: E731
+    if AxisType.Manual in mesh.axis_types:
+        # A jax.shard_map in another hands residuals that it computes out over the other's axes too, which is not legal
+        # (JAX 0.10); arguments and results are handed on as they are.
+        run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(checkpoint_name))
     return jax.shard_map(
-        lambda local: function(**local),
+        run,
         mesh=mesh,
         in_specs=(specs,),
         out_specs=(out, P(*out[:-1])) if has_lse else out,

@@ -163,21 +163,23 @@ class _Call:
         return array.reshape(*array.shape[:2], -1, *array.shape[4:])
 
 
-def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
+def forward(spec: AttentionSpec, operands: Operands, *, result_dtype: str | None = None) -> tuple[Array, Array]:
     """Computes attention block by block.
 
     Args:
       spec: the call.
       operands: its arrays.
+      result_dtype: of the output; None is query's.
 
     Returns:
-      The output [B, T, N, Hv] in query's dtype and the log-sum-exp [B, T, N] in the accumulator dtype.
+      The output [B, T, N, Hv] and the log-sum-exp [B, T, N] in the accumulator dtype.
     """
+    result_dtype = result_dtype or spec.dtype
     call_dtype = jnp.dtype(spec.accumulator_dtype)
     B, T, N, Hv = spec.batch, spec.query_length, spec.query_heads, spec.value_head_dim
     sinks = jnp.full((N,), -jnp.inf, call_dtype) if operands.sinks is None else operands.sinks.astype(call_dtype)
     if spec.is_empty:
-        return jnp.zeros((B, T, N, Hv), spec.dtype), jnp.broadcast_to(sinks, (B, T, N))
+        return jnp.zeros((B, T, N, Hv), result_dtype), jnp.broadcast_to(sinks, (B, T, N))
     call = _Call(spec, operands)
     sink = sinks.reshape(1, spec.key_value_heads, spec.group_size, 1)
 
@@ -207,7 +209,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         lse = jax.lax.dynamic_update_slice_in_dim(lse, block_lse, at, axis=2)
         return (out, lse), None
 
-    start = jnp.zeros((B, N, T, Hv), spec.dtype), jnp.zeros((B, N, T), call.dtype)
+    start = jnp.zeros((B, N, T, Hv), result_dtype), jnp.zeros((B, N, T), call.dtype)
     (out, lse), _ = jax.lax.scan(row_block, vary_alike(start, call.varying), call.spans())
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
 
@@ -244,7 +246,14 @@ def _finish(peak: Array, total: Array, weighted: Array, sink: Array) -> tuple[Ar
 
 
 def backward(
-    spec: AttentionSpec, operands: Operands, out: Array, lse: Array, out_cotangent: Array, lse_cotangent: Array
+    spec: AttentionSpec,
+    operands: Operands,
+    out: Array,
+    lse: Array,
+    out_cotangent: Array,
+    lse_cotangent: Array,
+    *,
+    result_dtype: str | None = None,
 ) -> Gradients:
     """Computes the cotangents of query, key, value, bias and sinks block by block.
 
@@ -255,16 +264,18 @@ def backward(
       lse: [B, T, N], from ``forward``.
       out_cotangent: [B, T, N, Hv].
       lse_cotangent: [B, T, N].
+      result_dtype: of the cotangents of query, key and value; None is theirs.
 
     Returns:
       The cotangents of the operands.
     """
+    result_dtype = result_dtype or spec.dtype
     if spec.is_empty:
         # No key is seen, so only the sinks matter, and they are the LSE.
         return Gradients(
-            jnp.zeros_like(operands.query),
-            jnp.zeros_like(operands.key),
-            jnp.zeros_like(operands.value),
+            jnp.zeros_like(operands.query, result_dtype),
+            jnp.zeros_like(operands.key, result_dtype),
+            jnp.zeros_like(operands.value, result_dtype),
             None if operands.bias is None else jnp.zeros_like(operands.bias),
             None if operands.sinks is None else jnp.sum(lse_cotangent, axis=(0, 1)).astype(operands.sinks.dtype),
         )
@@ -314,9 +325,9 @@ def backward(
     d_key = jnp.zeros((B, K, S, spec.head_dim), call.dtype)
     d_value = jnp.zeros((B, K, S, spec.value_head_dim), call.dtype)
     d_bias = None if operands.bias is None else jnp.zeros(operands.bias.shape, call.dtype)
-    start = jnp.zeros((B, N, T, spec.head_dim), spec.dtype), (d_key, d_value, d_bias)
+    start = jnp.zeros((B, N, T, spec.head_dim), result_dtype), (d_key, d_value, d_bias)
     (d_query, (d_key, d_value, d_bias)), _ = jax.lax.scan(row_block, vary_alike(start, call.varying), call.spans())
-    d_query, d_key, d_value = (array.swapaxes(1, 2).astype(spec.dtype) for array in (d_query, d_key, d_value))
+    d_query, d_key, d_value = (array.swapaxes(1, 2).astype(result_dtype) for array in (d_query, d_key, d_value))
     if d_bias is not None:
         assert operands.bias is not None
         d_bias = d_bias.astype(operands.bias.dtype)
