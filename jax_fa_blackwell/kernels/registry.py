@@ -12,6 +12,7 @@ import json
 import pathlib
 
 from jax_fa_blackwell.kernels import abi
+from jax_fa_blackwell.plan import hopper
 from jax_fa_blackwell.plan.target import TARGETS
 
 ROOT = pathlib.Path(__file__).parent
@@ -147,6 +148,49 @@ KERNELS: dict[str, Kernel] = {
             ),
         ),
         Kernel(
+            "forward_sm90",
+            (
+                "sm90/forward.py",
+                "sm90/instructions.py",
+                "common/intervals.py",
+                "common/ptx.py",
+                "../plan/hopper.py",
+                "../plan/slices.py",
+            ),
+            abi.parameters(
+                query_map="tensor_map",
+                key_map="tensor_map",
+                value_map="tensor_map",
+                out="pointer",
+                lse="pointer",
+                low="pointer",
+                high="pointer",
+                blocks="pointer",
+                key_low="pointer",
+                key_high="pointer",
+                sinks="pointer",
+                scale="float32",
+                cap="float32",
+                query_length="int32",
+                key_value_length="int32",
+                heads="int32",
+                group="int32",
+                value_dim="int32",
+                rows_form="int32",
+                mask_low="int32",
+                mask_high="int32",
+                cleaned="int32",
+                seen_low="int32",
+                seen_high="int32",
+                items="int32",
+                row_groups="int32",
+                section="int32",
+                has_sinks="int32",
+                has_cap="int32",
+                negated="int32",
+            ),
+        ),
+        Kernel(
             "backward_sm100",
             ("sm100/backward.py", "sm100/slices.py", "common/ptx.py", "../plan/slices.py"),
             abi.parameters(
@@ -237,7 +281,20 @@ def _variants() -> list[KernelVariant]:
         for transposed in (False, True)
         for soft_cap in (False, True)
     ]
-    return delta + forward + backward
+    return delta + forward + backward + _hopper_variants()
+
+
+def _hopper_variants() -> list[KernelVariant]:
+    return [
+        KernelVariant(
+            hopper_forward_name(dtype, tile),
+            "forward_sm90",
+            tuple(sorted({**dataclasses.asdict(tile), "dtype": dtype}.items())),
+            (hopper.ARCH,),
+        )
+        for dtype in ("bfloat16", "float16")
+        for tile in hopper.FORWARD_TILES
+    ]
 
 
 def forward_name(dtype: str, query_tiles: int, soft_cap: bool, polynomial_every: int) -> str:
@@ -251,10 +308,17 @@ def backward_name(dtype: str, transposed: bool, soft_cap: bool) -> str:
     return f"backward_sm100_{dtype}_{'dkdv' if transposed else 'dq'}" + ("_cap" if soft_cap else "")
 
 
+def hopper_forward_name(dtype: str, tile: hopper.ForwardTile) -> str:
+    """Name of a variant of the Hopper forward kernel."""
+    return f"forward_sm90_{dtype}_{tile.head_dim}x{tile.value_dim}"
+
+
 VARIANTS: dict[str, KernelVariant] = {variant.name: variant for variant in _variants()}
 
 SETS: dict[str, tuple[str, ...]] = {
-    "core": tuple(VARIANTS),
+    # Hopper's kernels join when their gradients exist.
+    "core": tuple(name for name, variant in VARIANTS.items() if variant.kernel != "forward_sm90"),
+    "hopper": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "forward_sm90"),
     "forward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "forward_sm100"),
     "backward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "backward_sm100"),
 }
