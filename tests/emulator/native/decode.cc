@@ -219,6 +219,12 @@ class DecoderImpl : public Decoder {
     if (operand.kind == Operand::Kind::reg) pinned_.insert(operand.slot);
   }
 
+  uint32_t wgmma_register(const Operand& operand) override {
+    auto [it, fresh] = wgmma_registers_.try_emplace(map(operand.slot), program_.wgmma_registers);
+    if (fresh) ++program_.wgmma_registers;
+    return it->second;
+  }
+
   const Program& program() const override { return program_; }
 
  private:
@@ -389,6 +395,7 @@ class DecoderImpl : public Decoder {
     // First pass: what each instruction reads and writes; then registers share slots; second pass: for good.
     register_span_ = syntax_->info.register_bytes;
     size_t payloads = program_.payloads.size(), first = program_.code.size();
+    const uint32_t wgmma_registers = program_.wgmma_registers;
     std::vector<Usage> usages;
     std::vector<std::vector<std::string>> labels;
     decode_body(&usages, &labels);
@@ -401,6 +408,9 @@ class DecoderImpl : public Decoder {
       if (!is_tensor_load(syntax_->body[i])) continue;
       for (Slot slot : usages[i].writes) loaded_.insert(map(slot));
     }
+    wgmma_registers_.clear();
+    program_.wgmma_registers = wgmma_registers;   // the first pass numbered registers before they had their slots
+    number_wgmma_registers();
     decode_body(nullptr, nullptr);
 
     info_->first = static_cast<uint32_t>(first);
@@ -422,7 +432,10 @@ class DecoderImpl : public Decoder {
       current_labels_.clear();
       Instruction instruction;
       decode_statement(statement, instruction);
-      if (!usages) instruction.touches_loads = touches_loads(statement);
+      if (!usages) {
+        instruction.touches_loads = touches_loads(statement);
+        instruction.wgmma_use = wgmma_use(statement);
+      }
       program_.code.push_back(instruction);
       program_.source.emplace_back(statement.file, statement.source_line);
       if (usages) {
@@ -656,6 +669,36 @@ class DecoderImpl : public Decoder {
            (!is_tensor_load(statement) && std::any_of(usage_.writes.begin(), usage_.writes.end(), loaded));
   }
 
+  static bool is_wgmma(const Statement& statement) {
+    return statement.opcode.size() > 1 && statement.opcode[0] == "wgmma" && statement.opcode[1] == "mma_async";
+  }
+  /// Numbers the registers of the function's wgmma, which must be known before the instructions that touch them.
+  void number_wgmma_registers() {
+    for (const Statement& statement : syntax_->body) {
+      if (!is_wgmma(statement)) continue;
+      for (const Operand& operand : statement.operands)
+        if (operand.kind == Operand::Kind::vector)
+          for (const Operand& item : operand.items)
+            if (item.kind == Operand::Kind::reg) wgmma_register(item);
+    }
+  }
+  uint32_t wgmma_use(const Statement& statement) {
+    if (wgmma_registers_.empty() || is_wgmma(statement)) return 0;
+    WgmmaUse use;
+    auto add = [&](const std::vector<Slot>& slots) {
+      for (Slot slot : slots) {
+        auto it = wgmma_registers_.find(map(slot));
+        if (it != wgmma_registers_.end()) use.registers.push_back(it->second);
+      }
+    };
+    add(usage_.reads);
+    use.reads = use.registers.size();
+    add(usage_.writes);
+    if (use.registers.empty()) return 0;
+    program_.wgmma_uses.push_back(std::move(use));
+    return static_cast<uint32_t>(program_.wgmma_uses.size() - 1);
+  }
+
   const std::string& root(size_t i) const {
     static const std::string ret = "ret";
     return i < syntax_->body.size() ? syntax_->body[i].opcode[0] : ret;
@@ -689,6 +732,7 @@ class DecoderImpl : public Decoder {
   std::unordered_map<std::string, uint64_t> shared_offsets_, local_offsets_;
   std::vector<Fixup> fixups_;
   std::unordered_map<Slot, Slot> mapping_;
+  std::unordered_map<Slot, uint32_t> wgmma_registers_;   // by slot in the register file
   std::set<Slot> pinned_;
   std::set<Slot> loaded_;   // slots that a tcgen05.ld of the function fills
   Usage usage_;

@@ -22,6 +22,7 @@ const char* fault_name(Fault fault) {
     case Fault::register_pool: return "register_pool";
     case Fault::named_barrier: return "named_barrier";
     case Fault::divergence: return "divergence";
+    case Fault::warpgroup: return "warpgroup";
     case Fault::tensor_memory: return "tensor_memory";
     case Fault::descriptor: return "descriptor";
     case Fault::tensor_map: return "tensor_map";

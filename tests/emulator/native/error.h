@@ -23,6 +23,7 @@ enum class Fault : uint8_t {
   register_pool,        // setmaxnreg arithmetic
   named_barrier,        // bar/barrier misuse
   divergence,           // an .aligned or .uni instruction not executed by the whole warp
+  warpgroup,            // wgmma: registers in use, missing fences, warps out of step
   tensor_memory,        // TMEM allocation, ownership or range rules
   descriptor,           // illegal matrix or instruction descriptor
   tensor_map,           // illegal or foreign tensor map, or a TMA request that it does not allow

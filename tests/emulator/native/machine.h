@@ -114,6 +114,7 @@ struct alignas(64) Warp {
   std::array<std::vector<uint64_t>, kLanes>* copy_list = nullptr;   // ids of cp.async operations, perhaps complete
   std::shared_ptr<struct TensorTraffic> tensor;          // tcgen05.ld and .st in flight (tensor.h)
   bool loads_pending = false;                            // a tcgen05.ld has not yet filled its registers
+  std::shared_ptr<struct WgmmaWarp> wgmma;               // made by its first wgmma instruction (wgmma.h)
   ~Warp();
 
   uint32_t* r32(Slot s) { return reinterpret_cast<uint32_t*>(registers + s); }

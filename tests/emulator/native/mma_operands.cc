@@ -7,6 +7,7 @@
 namespace emu::mma {
 namespace {
 
+constexpr const char* kSharedDescriptor = "shared-memory descriptor";
 constexpr uint32_t kAddressMask = 0x3ffffu;  // descriptors hold 18-bit addresses
 
 uint32_t field(uint64_t bits, int low, int width) {
@@ -167,8 +168,30 @@ InstructionDescriptor decode_instruction_descriptor(uint32_t bits, Kind kind, in
   return d;
 }
 
+namespace {
+
+SharedDescriptor fields_of(uint64_t bits, uint32_t mode) {
+  SharedDescriptor d;
+  d.start = field(bits, 0, 14) << 4;
+  d.leading = field(bits, 16, 14) << 4;
+  d.stride = field(bits, 32, 14) << 4;
+  d.base_offset = static_cast<int>(field(bits, 49, 3));
+  d.swizzle = static_cast<Swizzle>(mode);
+  if (d.swizzle == Swizzle::none && d.base_offset) {
+    fail(Fault::descriptor, "%s: base offset %d without swizzling", kSharedDescriptor, d.base_offset);
+  }
+  return d;
+}
+
+}  // namespace
+
+SharedDescriptor decode_wgmma_descriptor(uint64_t bits) {
+  for (const auto& [low, width] : {std::pair(14, 2), {30, 2}, {46, 3}, {52, 10}}) check_zero(bits, low, width, kSharedDescriptor);
+  return fields_of(bits, field(bits, 62, 2) << 1);
+}
+
 SharedDescriptor decode_shared_descriptor(uint64_t bits) {
-  constexpr const char* what = "shared-memory descriptor";
+  constexpr const char* what = kSharedDescriptor;
   const uint32_t version = field(bits, 46, 3);
   if (version != 1) {
     fail(Fault::descriptor, "%s: bits 46-48 must be 0b001, are 0x%x (descriptor 0x%016llx)", what, version,
@@ -185,16 +208,7 @@ SharedDescriptor decode_shared_descriptor(uint64_t bits) {
   if (mode == 3 || mode == 5 || mode == 7) {
     fail(Fault::descriptor, "%s: swizzle mode %u (bits 61-63) is invalid; 0, 1, 2, 4 and 6 exist", what, mode);
   }
-  SharedDescriptor d;
-  d.start = field(bits, 0, 14) << 4;
-  d.leading = field(bits, 16, 14) << 4;
-  d.stride = field(bits, 32, 14) << 4;
-  d.base_offset = static_cast<int>(field(bits, 49, 3));
-  d.swizzle = static_cast<Swizzle>(mode);
-  if (d.swizzle == Swizzle::none && d.base_offset) {
-    fail(Fault::descriptor, "%s: base offset %d without swizzling", what, d.base_offset);
-  }
-  return d;
+  return fields_of(bits, mode);
 }
 
 std::vector<uint32_t> k_major_units(const SharedDescriptor& d, int rows, int units_per_row) {
@@ -253,6 +267,18 @@ SharedOperand::SharedOperand(const SharedDescriptor& descriptor, Element element
          what, name(element));
   }
   units = mn_major_units(descriptor, rows, bytes);
+}
+
+SharedOperand SharedOperand::part(int first, int count) const {
+  const int rows_a_unit = mn_major ? kUnitBytes * 8 / container_bits(element) : 1;
+  const size_t row_units = mn_major ? kRowBytes * 8 / container_bits(element) : kRowBytes / kUnitBytes;
+  SharedOperand out;
+  out.element = element;
+  out.mn_major = mn_major;
+  out.rows = count;
+  const auto begin = units.begin() + static_cast<ptrdiff_t>(first / rows_a_unit * row_units);
+  out.units.assign(begin, begin + static_cast<ptrdiff_t>(count / rows_a_unit * row_units));
+  return out;
 }
 
 std::vector<uint8_t> SharedOperand::gather(const uint8_t* shared) const {

@@ -45,7 +45,10 @@ struct SharedDescriptor {
   Swizzle swizzle = Swizzle::none;
 };
 
+/// Of tcgen05 (PTX ISA 9.7.16.4.1).
 SharedDescriptor decode_shared_descriptor(uint64_t bits);
+/// Of wgmma (PTX ISA 9.7.15.5.1.2.2): the swizzle mode has two bits, and the constant 0b001 is missing.
+SharedDescriptor decode_wgmma_descriptor(uint64_t bits);
 
 /// Shared-memory offsets of the 16-byte units of an operand of `rows` rows (of A; columns of B).
 /// K-major: `units_per_row` units a row, unit u of row r at [r * units_per_row + u].
@@ -56,6 +59,7 @@ std::vector<uint32_t> mn_major_units(const SharedDescriptor& descriptor, int row
 
 /// An operand's units, and how they become rows of 32 bytes.
 struct SharedOperand {
+  SharedOperand() = default;
   std::vector<uint32_t> units;
   Element element = Element::f16;
   bool mn_major = false;
@@ -63,6 +67,8 @@ struct SharedOperand {
 
   /// Checks that element, major-ness and swizzle go together. `what` is "A" or "B", for the message.
   SharedOperand(const SharedDescriptor& descriptor, Element element, bool mn_major, int rows, const char* what);
+  /// `count` rows from `first` on; for MN-major operands both are multiples of the elements in a unit.
+  SharedOperand part(int first, int count) const;
   /// `shared` is indexed by the units' offsets. The result has `rows` rows of kRowBytes, one container an element.
   std::vector<uint8_t> gather(const uint8_t* shared) const;
 };

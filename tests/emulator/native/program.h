@@ -113,6 +113,7 @@ struct Instruction {
   std::array<Slot, 8> slot{};  // operands, by the family's own convention
   int64_t offset = 0;          // address offset or another immediate
   uint64_t imm = 0;
+  uint32_t wgmma_use = 0;      // index into Program::wgmma_uses; 0: it touches no register of a wgmma
   Payload* data = nullptr;
   template <class T>
   const T& as() const { return *static_cast<const T*>(data); }
@@ -176,6 +177,12 @@ struct Function {
   uint32_t local_bytes = 0;           // a thread
 };
 
+/// The registers of wgmma instructions that another instruction touches: what it reads, then what it writes.
+struct WgmmaUse {
+  std::vector<uint32_t> registers;   // below Program::wgmma_registers
+  size_t reads = 0;                  // how many of them it reads
+};
+
 struct Program {
   std::vector<std::string> lines;      // the PTX text
   std::vector<std::string> opcodes;    // full mnemonics, by Instruction::opcode
@@ -183,6 +190,8 @@ struct Program {
   std::vector<Function> functions;     // entries and functions
   std::vector<Variable> variables;
   std::vector<std::unique_ptr<Payload>> payloads;
+  std::vector<WgmmaUse> wgmma_uses{{}};      // the first is empty
+  uint32_t wgmma_registers = 0;              // registers that wgmma instructions use
   std::vector<std::pair<int, int>> source;   // of each instruction: (.file index, line), zeros if unknown
   std::map<int, std::string> files;
   std::string target;
@@ -258,8 +267,10 @@ class Decoder {
   virtual std::vector<std::pair<uint64_t, uint32_t>> formals(uint32_t index, bool returns) = 0;
   /// Local offset and size of a .param variable of this body.
   virtual std::pair<uint64_t, uint32_t> call_param(const Operand& operand) = 0;
-  /// Marks a destination as written after the instruction (by an operation in flight), so that its slot is its own.
+  /// Marks a register as used after the instruction (by an operation in flight), so that its slot is its own.
   virtual void pin(const Operand& operand) = 0;
+  /// Number of a register of a wgmma, by which its state is kept.
+  virtual uint32_t wgmma_register(const Operand& operand) = 0;
   virtual const Program& program() const = 0;
 };
 

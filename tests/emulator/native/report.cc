@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "grid.h"
+#include "wgmma.h"
 
 namespace emu {
 
@@ -163,6 +164,11 @@ void check_cta_end(Cluster& cluster, Cta& cta) {
     verdict.where = who;
     throw verdict;
   };
+  try {
+    check_wgmma_end(cta);
+  } catch (const Verdict& verdict) {
+    raise(verdict.fault, verdict.line, verdict.message);
+  }
   for (const AsyncOp* op : cluster.async.in_flight())
     if (op->needs_cta(cta.rank)) raise(Fault::in_flight, op->line, "while an operation that uses its shared memory or barriers is in flight: " + op->describe());
   for (const auto& [offset, barrier] : cta.barriers.all())

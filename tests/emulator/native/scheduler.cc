@@ -3,6 +3,7 @@
 
 #include "machine.h"
 #include "report.h"
+#include "wgmma.h"
 
 namespace emu {
 namespace {
@@ -71,6 +72,7 @@ void Cluster::run_fragment(Warp& warp, size_t index, uint32_t budget) {
         break;
       }
       if (in.touches_loads && warp.loads_pending) land_tensor_loads(warp);
+      if (in.wgmma_use && warp.wgmma) touch_wgmma_registers(warp, in);
       Step step = in.exec(warp, in, mask);
       if (step == Step::next) {
         ++executed[pc];
