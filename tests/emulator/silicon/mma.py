@@ -45,12 +45,12 @@ FORMS = (
     Form("e5m2_k32", "m16n8k32.row.col.f32.e5m2.e5m2.f32", 32, 8, "e5m2"),
 )
 #: Exponent field: bits of mantissa, bits of exponent.
-_LAYOUT = {"bf16": (7, 8), "f16": (10, 5), "tf32": (23, 8), "e4m3": (3, 4), "e5m2": (2, 5)}
+LAYOUT = {"bf16": (7, 8), "f16": (10, 5), "tf32": (23, 8), "e4m3": (3, 4), "e5m2": (2, 5)}
 WARPS = 24
 
 
-def _encode(form: Form, sign: np.ndarray, exponent: np.ndarray, mantissa: np.ndarray) -> np.ndarray:
-    m, e = _LAYOUT[form.kind]
+def encode(form: Form, sign: np.ndarray, exponent: np.ndarray, mantissa: np.ndarray) -> np.ndarray:
+    m, e = LAYOUT[form.kind]
     dtype = {8: np.uint8, 16: np.uint16, 32: np.uint32}[form.bits]
     field = np.clip(exponent, 0, (1 << e) - 2).astype(np.uint64)
     return ((sign.astype(np.uint64) << np.uint64(m + e)) | (field << np.uint64(m)) | mantissa.astype(np.uint64)).astype(
@@ -58,17 +58,17 @@ def _encode(form: Form, sign: np.ndarray, exponent: np.ndarray, mantissa: np.nda
     )
 
 
-def _operands(form: Form, count: int, spread: int, seed: int) -> np.ndarray:
+def operands(form: Form, count: int, spread: int, seed: int) -> np.ndarray:
     """`count` elements around 1, their exponents uniform in ±spread."""
     rng = generator(seed)
-    m, e = _LAYOUT[form.kind]
+    m, e = LAYOUT[form.kind]
     bias = (1 << (e - 1)) - 1
     exponent = bias + rng.integers(-spread, spread + 1, count)
-    return _encode(form, rng.integers(0, 2, count), exponent, rng.integers(0, 1 << m, count))
+    return encode(form, rng.integers(0, 2, count), exponent, rng.integers(0, 1 << m, count))
 
 
-def _specials(form: Form) -> np.ndarray:
-    m, e = _LAYOUT[form.kind]
+def specials(form: Form) -> np.ndarray:
+    m, e = LAYOUT[form.kind]
     top = 1 << (m + e)
     inf = ((1 << e) - 1) << m
     if form.kind == "e4m3":
@@ -94,7 +94,7 @@ def _specials(form: Form) -> np.ndarray:
 
 def _data(form: Form, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Register images of A, B, C for every warp. The place of an element in the matrix does not matter here."""
-    m, e = _LAYOUT[form.kind]
+    m, e = LAYOUT[form.kind]
     a_count, b_count, c_count = (
         form.a_words * 32 * 32 // form.bits,
         form.b_words * 32 * 32 // form.bits,
@@ -105,7 +105,7 @@ def _data(form: Form, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for warp in range(WARPS):
         rng = generator(seed + warp)
         spread = (0, 2, 4, min(8, widest), min(16, widest), widest)[warp % 6]
-        a, b = _operands(form, a_count, spread, seed + 100 + warp), _operands(form, b_count, spread, seed + 200 + warp)
+        a, b = operands(form, a_count, spread, seed + 100 + warp), operands(form, b_count, spread, seed + 200 + warp)
         # C: zero, near the products, far above, far below, and of any exponent
         gap = (None, 0, 12, -12, 23, -23, 26, -26, 40)[warp % 9]
         c = rng.standard_normal(c_count).astype(np.float32)
@@ -122,7 +122,7 @@ def _data(form: Form, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             c = np.ldexp(c, gap).astype(np.float32).view(np.uint32)
         if warp >= WARPS - 8:  # special values among the operands, rarely and often
             share = (0.01, 0.01, 0.03, 0.03, 0.1, 0.1, 0.5, 0.5)[warp - WARPS + 8]
-            table = _specials(form)
+            table = specials(form)
             finite = table[:8]
             # every other of these warps has no NaN or infinity
             table = finite if warp % 2 else table
@@ -138,15 +138,15 @@ def _data(form: Form, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             a[half:] = a[:half] ^ a.dtype.type(1 << (m + e))
             b[b_count // 2 :] = b[: b_count // 2]
         elif warp == 5:  # tiny products: subnormals of the operand type
-            a = _encode(form, rng.integers(0, 2, a_count), np.zeros(a_count, int), rng.integers(0, 1 << m, a_count))
+            a = encode(form, rng.integers(0, 2, a_count), np.zeros(a_count, int), rng.integers(0, 1 << m, a_count))
         elif warp == 11 and form.kind in ("bf16", "tf32"):  # sums that overflow fp32
-            a = _encode(form, rng.integers(0, 2, a_count), np.full(a_count, 254), rng.integers(0, 1 << m, a_count))
-            b = _encode(form, rng.integers(0, 2, b_count), np.full(b_count, 127), rng.integers(0, 1 << m, b_count))
+            a = encode(form, rng.integers(0, 2, a_count), np.full(a_count, 254), rng.integers(0, 1 << m, a_count))
+            b = encode(form, rng.integers(0, 2, b_count), np.full(b_count, 127), rng.integers(0, 1 << m, b_count))
         elif warp == 12 and form.kind in ("bf16", "tf32"):  # products below the smallest normal fp32
-            a = _encode(
+            a = encode(
                 form, rng.integers(0, 2, a_count), rng.integers(1, 30, a_count), rng.integers(0, 1 << m, a_count)
             )
-            b = _encode(
+            b = encode(
                 form, rng.integers(0, 2, b_count), rng.integers(90, 110, b_count), rng.integers(0, 1 << m, b_count)
             )
             c = (
@@ -160,7 +160,7 @@ def _data(form: Form, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.concatenate(a_all), np.concatenate(b_all), np.concatenate(c_all)
 
 
-def _group(prefix: str, first: int, count: int) -> str:
+def group(prefix: str, first: int, count: int) -> str:
     return "{" + ", ".join(f"{prefix}{first + i}" for i in range(count)) + "}"
 
 
@@ -175,7 +175,7 @@ def _micro(form: Form, seed: int) -> Micro:
     n = form.c_words
     body = PROLOGUE + "    .reg .b64 %index;\n    mad.lo.u32 r0, %blk, 32, %t;\n    cvt.u64.u32 %index, r0;\n"
     body += _loads("%a", 10, form.a_words) + _loads("%b", 20, form.b_words) + _loads("%c", 30, n)
-    operands = (_group("r", 40, n), _group("r", 10, form.a_words), _group("r", 20, form.b_words), _group("r", 30, n))
+    operands = (group("r", 40, n), group("r", 10, form.a_words), group("r", 20, form.b_words), group("r", 30, n))
     body += f"    mma.sync.aligned.{form.opcode} {', '.join(operands)};\n"
     body += f"    mad.lo.u64 d0, %index, {4 * n}, %out;\n"
     body += "".join(f"    st.global.b32 [d0+{4 * i}], r{40 + i};\n" for i in range(n))

@@ -251,14 +251,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).with_name("h200.npz"))
     parser.add_argument("--only", nargs="*", help="names of micro kernels; all if not given")
+    parser.add_argument("--match", help="instead of --only: all micro kernels whose names begin with this")
     parser.add_argument("--merge", type=pathlib.Path, help="an earlier file, whose other results are kept")
     parser.add_argument("--budget", type=float, default=85.0, help="seconds after which no further child is started")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(pathlib.Path(arguments.child[0]), arguments.child[1:])
-    else:
-        record(arguments.out, arguments.only, arguments.budget, arguments.merge)
+        return
+    names = arguments.only
+    if arguments.match:
+        names = [case.name for case in all_cases() if case.name.startswith(arguments.match)]
+        if names == [] or arguments.only:
+            parser.error(f"--match {arguments.match!r} names no micro kernel, or stands beside --only")
+    record(arguments.out, names, arguments.budget, arguments.merge)
 
 
 if __name__ == "__main__":
