@@ -20,6 +20,7 @@ from jax_fa_blackwell.blocks import blocks_of_groups
 from jax_fa_blackwell.delta import delta
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.operands import Gradients, Operands
+from jax_fa_blackwell.plan import attention as attention_plan
 from jax_fa_blackwell.plan import backward as backward_plan
 from jax_fa_blackwell.plan import forward as forward_plan
 from jax_fa_blackwell.plan.launch import LaunchPlan
@@ -300,8 +301,7 @@ def _find(name: str, arch: str) -> tuple[str, str, str]:
 
 def make_forward_plan(spec: AttentionSpec, arch: str, find: Callable = _find) -> LaunchPlan:
     """The forward's launch plan for one architecture."""
-    plan = forward_plan.plan_forward(spec, get_target(arch))
-    return forward_plan.launch_forward(plan, *find(plan.kernel, arch))
+    return attention_plan.launch_forward(spec, get_target(arch), functools.partial(find, arch=arch))
 
 
 def make_backward_plan(spec: AttentionSpec, arch: str, find: Callable = _find) -> LaunchPlan:

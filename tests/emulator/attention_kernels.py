@@ -1,4 +1,4 @@
-"""The Blackwell attention kernels in the emulator: their PTX, and calls through their launch plans."""
+"""The attention kernels in the emulator: their PTX, and calls through their launch plans."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jax_fa_blackwell import cuda, export
 from jax_fa_blackwell.blocks import blocks_of_groups
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.masks import MaskArguments, kv_intervals
-from jax_fa_blackwell.plan import forward as forward_plan
+from jax_fa_blackwell.plan import attention as attention_plan
 from jax_fa_blackwell.plan.launch import LaunchPlan
 from jax_fa_blackwell.plan.slices import ROWS
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
 
 CACHE = pathlib.Path(__file__).resolve().parents[2] / "build" / "emulator-kernels"
-SETS = ("forward", "backward")
+SETS = ("forward", "backward", "hopper")
 
 
 @functools.cache
@@ -103,11 +103,13 @@ def _intervals(visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return low.astype(np.int32), high.astype(np.int32)
 
 
-def _blocks(low: np.ndarray, high: np.ndarray, rows: int) -> np.ndarray:
-    return np.asarray(blocks_of_groups(jnp.asarray(low), jnp.asarray(high), rows))
+def _blocks(low: np.ndarray, high: np.ndarray, rows: int, columns: int = ROWS) -> np.ndarray:
+    return np.asarray(blocks_of_groups(jnp.asarray(low), jnp.asarray(high), rows, columns))
 
 
-def forward(case: Case, inputs: Arrays, **options) -> tuple[np.ndarray, np.ndarray, emulator.Report]:
+def forward(
+    case: Case, inputs: Arrays, arch: str = "sm_100a", **options
+) -> tuple[np.ndarray, np.ndarray, emulator.Report]:
     """Output, LSE [B, T, N] and the report."""
     x, dtype = case.shape, inputs["query"].dtype
     spec = make_spec(case, dtype)
@@ -115,11 +117,11 @@ def forward(case: Case, inputs: Arrays, **options) -> tuple[np.ndarray, np.ndarr
     if spec.mask_form == "rows":
         visible = visibility(case, inputs)[:, 0]
         low, high = _intervals(visible)
-        rows = forward_plan.plan_forward(spec, get_target("sm_100a")).group_rows
-        arrays += [low, high, _blocks(low, high, rows), *_intervals(visible.swapaxes(1, 2))]
+        work = attention_plan.forward_work(spec, get_target(arch))
+        arrays += [low, high, _blocks(low, high, *work), *_intervals(visible.swapaxes(1, 2))]
     if case.sinks:
         arrays.append(np.broadcast_to(inputs["sinks"].astype(np.float32), (x.B, x.N)))
-    (out, lse), report = run(cuda.make_forward_plan, spec, arrays, **options)
+    (out, lse), report = run(cuda.make_forward_plan, spec, arrays, arch, **options)
     return out.view(dtype).reshape(x.B, x.T, x.N, x.Hv), lse.view(np.float32).reshape(x.B, x.T, x.N), report
 
 
