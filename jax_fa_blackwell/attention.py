@@ -137,6 +137,8 @@ def flash_attention(
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
     )
+    # Lists and numbers are taken too, and by here they are known to be arrays.
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items() if array is not None}
     mapped = sharding.map_explicit(
         functools.partial(
             flash_attention,
@@ -150,8 +152,7 @@ def flash_attention(
             implementation=implementation,
             checkpoint_name=checkpoint_name,
         ),
-        # Lists and numbers are taken too, and by here they are known to be arrays.
-        {name: None if array is None else jnp.asarray(array) for name, array in arrays.items()},
+        arrays,
         has_lse=return_lse,
         checkpoint_name=checkpoint_name,
     )
@@ -160,6 +161,8 @@ def flash_attention(
     intervals = _intervals(arguments.masks)
     spec = make_spec(arguments, intervals, deterministic)
     choice = choose(spec, implementation)
+    if choice.name != "cuda" and (warning := sharding.gather_warning(arrays)):
+        _warn_once(warning)
     if choice.name == "reference":
         out, lse = reference.attention(
             arguments.query,
@@ -288,6 +291,11 @@ def _log_once(reason: str) -> None:
     # On a GPU the fallback costs speed that the user paid for; elsewhere there is nothing else to expect.
     level = logging.WARNING if jax.default_backend() == "gpu" else logging.INFO
     _logger.log(level, "flash_attention runs as implementation 'xla': %s", reason)
+
+
+@functools.cache
+def _warn_once(warning: str) -> None:
+    _logger.warning("flash_attention: %s", warning)
 
 
 # Under jit, so that calls with equal shapes, such as a model's layers, are traced and lowered once.

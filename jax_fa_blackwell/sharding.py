@@ -71,6 +71,22 @@ def _varying(array: Any) -> frozenset:
     return frozenset() if manual is None else manual.varying
 
 
+def gather_warning(arrays: Mapping[str, jax.Array]) -> str | None:
+    """Which length or head dim is sharded, of arrays outside ``jax.jit``, so that the compiler gathers for "xla".
+
+    Within ``jax.jit`` shardings that the compiler propagates are known to it alone: a callback into Python would tell
+    them, but a program that has one can be neither exported nor found in JAX's compilation cache.
+    """
+    has_batch = arrays["query"].ndim == 4
+    for name, array in arrays.items():
+        if isinstance(array, jax.core.Tracer) or not isinstance(array.sharding, NamedSharding):
+            continue
+        for letter, axes in zip(_letters(name, array.ndim, has_batch), array.sharding.spec, strict=False):
+            if axes and letter in _NAMES:
+                return _length_is_sharded(name, letter, axes, "the compiler gathers")
+    return None
+
+
 def kernel_limit() -> str | None:
     """Why kernels cannot run in the ``jax.shard_map`` around, or None if they can."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -87,13 +103,13 @@ def kernel_limit() -> str | None:
 
 
 def map_explicit(
-    function: Callable[..., Any], arrays: Mapping[str, jax.Array | None], *, has_lse: bool, checkpoint_name: str
+    function: Callable[..., Any], arrays: Mapping[str, jax.Array], *, has_lse: bool, checkpoint_name: str
 ) -> Any:
     """``function(**arrays)`` on each device's part, if the arrays are sharded over explicit mesh axes.
 
     Args:
       function: takes the arrays by name and returns the output, or it and the LSE.
-      arrays: flash_attention's arrays by its argument names; None for what is not given.
+      arrays: flash_attention's arrays that are given, by its argument names.
       has_lse: whether the LSE is returned.
       checkpoint_name: of the results within the function.
 
@@ -103,7 +119,6 @@ def map_explicit(
     Raises:
       ValueError: a length or head dim is sharded, two arrays disagree, or the key heads cannot follow the query heads.
     """
-    arrays = {name: array for name, array in arrays.items() if array is not None}
     types = {name: jax.typeof(array) for name, array in arrays.items()}
     explicit = {name: _explicit_spec(aval) for name, aval in types.items()}
     sharded = [name for name, spec in explicit.items() if any(spec)]
@@ -175,9 +190,9 @@ def _letters(name: str, ndim: int, has_batch: bool) -> list[str]:
     return letters[len(letters) - ndim :]
 
 
-def _length_is_sharded(name: str, letter: str, axes: Any) -> str:
+def _length_is_sharded(name: str, letter: str, axes: Any, gather: str = "flash_attention would have to gather") -> str:
     return (
-        f"{name} has its {_NAMES[letter]} sharded over mesh axes {axes!r}, which flash_attention would have to gather;"
+        f"{name} has its {_NAMES[letter]} sharded over mesh axes {axes!r}, which {gather};"
         " batch and heads may be sharded. Reshard it, or for lengths call ring_attention or ulysses_attention of"
         " jax_fa_blackwell.context_parallel in jax.shard_map"
     )

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import logging
 import re
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_fa_blackwell import cuda, custom_call, delta, flash_attention, lowering
+from jax_fa_blackwell import attention, cuda, custom_call, delta, flash_attention, lowering
 
 pytestmark = pytest.mark.eight_devices
 
@@ -166,6 +167,96 @@ def test_replicated_operands_get_the_sum(way, implementation):
     results = jax.jit(jax.grad(functools.partial(total, function), (0, 1, 2, 3)))(*arrays)
     expected = jax.grad(functools.partial(total, functools.partial(local, "xla")), (0, 1, 2, 3))
     assert_close(results, jax.jit(expected)(query, key, value, sinks))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forward_mode(way):
+    kind, wrap = WAYS[way]
+    mesh = make_mesh(kind)
+
+    def along(function, *arrays):
+        *moving, lengths = arrays
+        return jax.jvp(lambda *moving: function(*moving, lengths)[0], moving, [jnp.sin(array) for array in moving])
+
+    function = functools.partial(attend, "xla")
+    results = jax.jit(functools.partial(along, wrap(function, mesh)))(*place(mesh, make_arrays("xla")))
+    assert_close(results, jax.jit(functools.partial(along, function))(*make_arrays("xla")))
+
+
+def manual_over(axis, function, mesh):
+    """In a ``jax.shard_map`` over one mesh axis; what the arrays are sharded over beside it is not in its specs."""
+    specs = tuple(P(*(entry if entry == axis else None for entry in spec)) for spec in SPECS)
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[0]), axis_names={axis})
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "implementation"),
+    [
+        (AxisType.Auto, "data", "xla"),
+        (AxisType.Auto, "model", "xla"),
+        (AxisType.Explicit, "data", "xla"),
+        (AxisType.Explicit, "model", "cuda"),
+    ],
+)
+def test_shard_map_over_one_of_two_axes(kind, axis, implementation):
+    """The other axis is the compiler's, or explicit: then a ``jax.shard_map`` over it stands within the first."""
+    mesh = make_mesh(kind)
+    function = gradients(manual_over(axis, functools.partial(attend, implementation), mesh))
+    results = jax.jit(function)(*place(mesh, make_arrays(implementation)))
+    expected = jax.jit(gradients(functools.partial(attend, "xla")))(*make_arrays(implementation))
+    assert_close(results, expected)
+
+
+@pytest.mark.parametrize("axis", ["data", "model"])
+def test_kernels_within_two_shard_maps(axis):
+    """On local parts, the forward once."""
+    mesh = make_mesh(AxisType.Explicit)
+    calls = custom_calls(lowered_for_cuda(gradients(manual_over(axis, functools.partial(attend, "cuda"), mesh)), mesh))
+    assert [call[:3] for call in calls] == [["2x48x2x16xbf16", "2x40x1x16xbf16", "2x40x1x16xbf16"]] * 2
+
+
+def test_kernels_beside_an_axis_of_the_compiler(caplog):
+    """The compiler's partition of a part that is manual already is not to be had: refused, or "xla" with the reason."""
+    mesh = make_mesh(AxisType.Auto)
+    arrays = place(mesh, make_arrays("cuda"))
+    reason = r"mesh axes \('data',\) manual and leaves \('model',\) to the compiler; give all of them to axis_names"
+    with pytest.raises(NotImplementedError, match=r"implementation='cuda': kernels are not partitioned .*" + reason):
+        jax.jit(manual_over("data", functools.partial(affine, "cuda"), mesh))(*arrays)
+    attention._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "jax_fa_blackwell"):
+        results = jax.jit(manual_over("data", functools.partial(affine, None), mesh))(*arrays)
+    assert re.search(r"runs as implementation 'xla': kernels are not partitioned .*" + reason, caplog.text)
+    assert_close(results, jax.jit(functools.partial(affine, "xla"))(*make_arrays("cuda")))
+
+
+def test_sharded_lengths_are_logged(caplog):
+    """Outside of jit shardings are known; the compiler gathers for "xla", and that is said once."""
+    mesh = make_mesh(AxisType.Auto, (1, 8))
+    query, key, value, _, _ = make_arrays("xla")
+    arrays = place(mesh, (query, key, value), (P(None, "model"), P(), P()))
+    attention._warn_once.cache_clear()
+    results = [flash_attention(*arrays, is_causal=True, implementation="xla") for _ in range(2)]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.search(
+        r"query has its query length sharded over mesh axes 'model', which the compiler gathers; .*"
+        r"ring_attention or ulysses_attention of jax_fa_blackwell.context_parallel",
+        record.getMessage(),
+    )
+    assert_close(results[0], flash_attention(query, key, value, is_causal=True, implementation="xla"))
+    caplog.clear()
+    flash_attention(*place(make_mesh(AxisType.Auto), (query, key, value), SPECS[:3]), implementation="xla")
+    assert not caplog.records
+
+
+def test_what_the_compiler_does_with_sharded_lengths():
+    """Within jit nothing can be said: the results are right, and something is gathered."""
+    mesh = make_mesh(AxisType.Auto, (1, 8))
+    arrays = make_arrays("xla")
+    placed = place(mesh, arrays, (*[P(None, "model")] * 3, P(), P()))
+    compiled = jax.jit(functools.partial(affine, "xla")).lower(*placed).compile()
+    assert "all-gather" in collectives(compiled)
+    assert_close(compiled(*placed), affine("xla", *arrays))
 
 
 @pytest.mark.parametrize("way", ["auto", "explicit"])

@@ -134,6 +134,25 @@ def test_vmap_of_every_mode(x64, mapped):
     check_same_as_reference(modes)
 
 
+@pytest.mark.parametrize("axes_of_sinks", [(0, None), (None, 0)])
+def test_nested_vmaps_over_queries(x64, axes_of_sinks):
+    """Two mapped axes of queries that share keys and values, whose gradients are sums over both; sinks have one."""
+    arrays = inputs("float64")
+    factors = jnp.cos(jnp.arange(6.0)).reshape(2, 3)
+    arrays["query"] = factors[..., None, None, None, None] * arrays["query"]
+    extents = [extent for extent, axis in zip((2, 3), axes_of_sinks, strict=True) if axis == 0]
+    arrays["sinks"] = arrays["sinks"] + jnp.arange(float(np.prod(extents))).reshape(*extents, 1)
+    del arrays["bias"]
+
+    def gradients(name):
+        of = functools.partial(loss, implementation=name, is_causal=True)
+        for axis in reversed(axes_of_sinks):
+            of = jax.vmap(of, ({"query": 0, "key": None, "value": None, "sinks": axis},))
+        return jax.grad(lambda x: jnp.sum(of(x) * factors))(arrays)
+
+    check_same_as_reference(gradients)
+
+
 def test_forward_mode_memory_is_linear():
     """The tangent of a call needs no [T, S] array."""
 
