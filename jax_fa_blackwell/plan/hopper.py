@@ -25,20 +25,20 @@ class ForwardTile:
     Attributes:
       head_dim: class of the head dim: the products' sums are so long.
       value_dim: class of the value head dim: the accumulator is so wide.
-      keys: keys of a KV block.
+      columns: keys of a KV block.
       warpgroups: consumer warpgroups of 64 query rows.
     """
 
     head_dim: int
     value_dim: int
-    keys: int
+    columns: int
     warpgroups: int
 
     HEADER_BYTES: ClassVar[int] = 1024
 
     def __post_init__(self):
         """The legality rule: instruction shapes, registers and shared memory."""
-        if self.head_dim % 16 or self.value_dim % 8 or self.keys % 16 or max(self.keys, self.value_dim) > 256:
+        if self.head_dim % 16 or self.value_dim % 8 or self.columns % 16 or max(self.columns, self.value_dim) > 256:
             raise ValueError(f"forward tile has no wgmma shape: {self}")
         if self.warpgroups not in REGISTERS:
             raise ValueError(f"warpgroups must be one of {', '.join(map(str, REGISTERS))}; got {self.warpgroups}")
@@ -70,7 +70,7 @@ class ForwardTile:
     @property
     def registers(self) -> int:
         """Registers that a consumer's thread needs at least: O, the next scores, and P in 16 bits."""
-        return self.value_dim // 2 + self.keys // 2 + self.keys // 4 + _SPARE_REGISTERS
+        return self.value_dim // 2 + self.columns // 2 + self.columns // 4 + _SPARE_REGISTERS
 
     @property
     def key_slices(self) -> int:
@@ -88,14 +88,19 @@ class ForwardTile:
         return self.key_slices * TILE_ROWS * SLICE * 2
 
     @property
+    def slice_bytes(self) -> int:
+        """Shared memory of a slice of a block."""
+        return self.columns * SLICE * 2
+
+    @property
     def key_bytes(self) -> int:
         """Shared memory of a block of keys."""
-        return self.key_slices * self.keys * SLICE * 2
+        return self.key_slices * self.slice_bytes
 
     @property
     def value_bytes(self) -> int:
         """Shared memory of a block of values."""
-        return self.value_slices * self.keys * SLICE * 2
+        return self.value_slices * self.slice_bytes
 
     @property
     def stages(self) -> int:

@@ -32,7 +32,7 @@ class ForwardPlan:
     @property
     def block_keys(self) -> int:
         """Keys of a KV block."""
-        return self.tile.keys
+        return self.tile.columns
 
     @property
     def row_groups(self) -> int:
@@ -61,7 +61,7 @@ class ForwardPlan:
         """Cycles of 128 query rows and 128 keys."""
         H, Hv = self.tile.head_dim, self.tile.value_dim
         # S reads 64 rows of Q for each warpgroup, whose products read K and V anew; TMA writes both once a tile.
-        read = H * ROWS // self.tile.keys + (H + Hv) * ROWS // hopper.TILE_ROWS
+        read = H * ROWS // self.tile.columns + (H + Hv) * ROWS // hopper.TILE_ROWS
         written = (H + Hv) * ROWS / self.tile.rows
         return Account(self.target, self.spec.head_dim + self.spec.value_head_dim, H + Hv, 1, read, written)
 
@@ -118,15 +118,16 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
     if spec.logits_soft_cap is not None:
         scale, cap = spec.logits_soft_cap, spec.scale / spec.logits_soft_cap
     scalars = {
-        "query_length": T,
-        "key_value_length": S,
-        "heads": N,
+        "rows": T,
+        "columns": S,
+        "row_heads": N,
         "group": spec.group_size,
         "value_dim": Hv,
         **mask_scalars(spec, transposed=False),
         "items": plan.items,
         "row_groups": plan.row_groups,
         "section": plan.section,
+        "heavy_last": 1,
         "has_sinks": int(spec.has_sinks),
         "has_cap": int(spec.logits_soft_cap is not None),
         "negated": int(spec.scale < 0 and spec.logits_soft_cap is None),
@@ -134,8 +135,8 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
     names = ("out", "lse", "low", "high", "blocks", "key_low", "key_high", "sinks")
     values = {
         "query_map": tensor_map("query", T, N, H, hopper.TILE_ROWS),
-        "key_map": tensor_map("key", S, K, H, tile.keys),
-        "value_map": tensor_map("value", S, K, Hv, tile.keys),
+        "key_map": tensor_map("key", S, K, H, tile.columns),
+        "value_map": tensor_map("value", S, K, Hv, tile.columns),
         **{name: pointer(name) for name in names},
         "scale": launch.Float32(scale * LOG2_E),
         "cap": launch.Float32(cap),

@@ -41,7 +41,7 @@ from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, cr
 
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.kernels.common import intervals, ptx
-from jax_fa_blackwell.kernels.sm90 import instructions
+from jax_fa_blackwell.kernels.sm90 import fragments, instructions, work
 from jax_fa_blackwell.plan.hopper import SLICE, TILE_ROWS, ForwardTile
 from jax_fa_blackwell.plan.slices import LOG2_E
 
@@ -97,52 +97,6 @@ class ForwardKernel:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.tile = config.tile
-
-    # --- work ---------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def waves(self, p):
-        """How many items this block has: one of each full wave of the grid, and perhaps one of the last."""
-        blocks, _, _ = cute.arch.grid_dim()
-        full = p.items // blocks
-        return full + Int32(self.item(full) < p.items)
-
-    @cute.jit
-    def item(self, wave):
-        """This block's item of a wave: every other wave runs backwards, so that each block gets heavy and light."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        turned = wave & 1
-        return wave * blocks + block + turned * (blocks - 1 - 2 * block)
-
-    @cute.jit
-    def work(self, p, blocks: cute.Pointer, item):
-        """(batch, head, first row, first KV block, count of KV blocks) of a work item, the heaviest first.
-
-        Row intervals are listed so (``blocks.py``). Else all rows of ``section`` heads come before the next heads, that
-        their keys may stay in the cache, and within a section those with the most rows before them come first.
-        """
-        section_items = p.section * p.row_groups
-        section, within = item // section_items, item % section_items
-        pairs = cutlass.min(p.section, p.items // p.row_groups - section * p.section)
-        pair = section * p.section + within % pairs
-        row_group = p.row_groups - 1 - within // pairs
-        batch, head = pair // p.heads, pair % p.heads
-        first_block, end_block = Int32(0), Int32(0)
-        if p.rows_form != 0:
-            head = item % p.heads
-            batch, row_group, first_block, end_block = intervals.listed_work(blocks, item // p.heads)
-        row = row_group * self.tile.rows
-        if p.rows_form == 0:
-            last = cutlass.min(row + self.tile.rows, p.query_length) - 1
-            first_block = cutlass.max(row + p.mask_low, 0) // self.tile.keys
-            end_block = (cutlass.min(last + p.mask_high, p.key_value_length) + self.tile.keys - 1) // self.tile.keys
-        return batch, head, row, first_block, cutlass.max(end_block - first_block, 0)
-
-    def advance(self, stage, phase):
-        """The next stage and its phase."""
-        wrapped = Int32(stage + 1 == self.tile.stages)
-        return (stage + 1) * (1 - wrapped), phase ^ wrapped
 
     # --- entry --------------------------------------------------------------------------------------------------
 
@@ -205,8 +159,8 @@ class ForwardKernel:
         """Load warp, one thread: the query tile, then blocks of keys and values in the order of their first uses."""
         tile = self.tile
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(1)
-        for wave in cutlass.range(self.waves(p), unroll=1):
-            batch, head, row, first_block, count = self.work(p, blocks, self.item(wave))
+        for wave in cutlass.range(work.waves(p), unroll=1):
+            batch, head, row, first_block, count = work.find(p, tile, blocks, work.item(wave))
             kv_head = head // p.group
             if count > 0:
                 for w in cutlass.range_constexpr(tile.warpgroups):
@@ -222,20 +176,20 @@ class ForwardKernel:
                     ptx.mbarrier_wait(smem.k_empty + 8 * k_stage, k_phase)
                     barrier, data = smem.k_full + 8 * k_stage, smem.keys + k_stage * tile.key_bytes
                     self.load_block(
-                        data, k_map, tile.key_slices, (first_block + index) * tile.keys, kv_head, batch, barrier
+                        data, k_map, tile.key_slices, (first_block + index) * tile.columns, kv_head, batch, barrier
                     )
-                    k_stage, k_phase = self.advance(k_stage, k_phase)
+                    k_stage, k_phase = work.advance(tile.stages, k_stage, k_phase)
                 if index > 0:
                     ptx.mbarrier_wait(smem.v_empty + 8 * v_stage, v_phase)
                     barrier, data = smem.v_full + 8 * v_stage, smem.values + v_stage * tile.value_bytes
-                    key = (first_block + index - 1) * tile.keys
+                    key = (first_block + index - 1) * tile.columns
                     self.load_block(data, v_map, tile.value_slices, key, kv_head, batch, barrier)
-                    v_stage, v_phase = self.advance(v_stage, v_phase)
+                    v_stage, v_phase = work.advance(tile.stages, v_stage, v_phase)
 
     @cute.jit
     def load_block(self, destination, tensor_map: Int64, slices: cutlass.Constexpr, key, head, batch, barrier):
         """Loads all slices of a block of keys or values."""
-        slice_bytes = self.tile.keys * 128
+        slice_bytes = self.tile.slice_bytes
         ptx.mbarrier_arrive_expect_tx(barrier, slices * slice_bytes)
         for index in cutlass.range_constexpr(slices):
             where = (index * SLICE, key, head, batch)
@@ -245,31 +199,18 @@ class ForwardKernel:
 
     @cute.jit
     def clean(self, p, smem, blocks: cute.Pointer, low: cute.Pointer, high: cute.Pointer):
-        """Cleaning warp: zeroes the values of keys that no row sees.
-
-        Their weights are 0, but 0 times a NaN or an infinity that stands in padding is NaN.
-        """
+        """Cleaning warp: zeroes the values of keys that no row sees."""
         tile = self.tile
-        lane = cute.arch.lane_idx()
         stage, phase = Int32(0), Int32(0)
-        for wave in cutlass.range(self.waves(p), unroll=1):
-            batch, _, _, first_block, count = self.work(p, blocks, self.item(wave))
+        for wave in cutlass.range(work.waves(p), unroll=1):
+            batch, _, _, first_block, count = work.find(p, tile, blocks, work.item(wave))
             for index in cutlass.range(count, unroll=1):
+                bits = work.unseen(p, batch, (first_block + index) * tile.columns, tile.columns, low, high)
+                cute.arch.sync_warp()  # together again: a wait must have one result for the whole warp
                 ptx.mbarrier_wait(smem.v_full + 8 * stage, phase)
-                data = smem.values + stage * tile.value_bytes
-                for first in cutlass.range(0, tile.keys, 32, unroll=1):
-                    local = first + lane
-                    key = (first_block + index) * tile.keys + local
-                    if intervals.is_seen(p, p.key_value_length, batch, key, low, high) == 0:
-                        if local < tile.keys:
-                            for chunk in cutlass.range(tile.value_slices * 8, unroll=1):
-                                at = data + (chunk // 8) * (tile.keys * 128) + local * 128 + (chunk % 8) * 16
-                                ptx.st_shared_v4(at, [Int32(0)] * 4)
-                ptx.fence_proxy_async_shared()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    ptx.mbarrier_arrive(smem.cleaned + 8 * stage)
-                stage, phase = self.advance(stage, phase)
+                work.clean(smem.values + stage * tile.value_bytes, tile.columns, tile.value_slices, bits)
+                work.release(smem.cleaned + 8 * stage)
+                stage, phase = work.advance(tile.stages, stage, phase)
 
     # --- consumers ----------------------------------------------------------------------------------------------
 
@@ -292,22 +233,19 @@ class ForwardKernel:
         lane = cute.arch.lane_idx()
         lane_row = warp * 16 + lane // 4
         v_ready = smem.v_full + p.cleaned * (smem.cleaned - smem.v_full)
-        query = instructions.descriptor(smem.query + group * tile.query_bytes)
+        query = smem.query + group * tile.query_bytes
+        kind, slice_bytes = self.config.packed, (TILE_ROWS * 128, tile.slice_bytes)
         k_stage, k_phase, v_stage, v_phase, q_phase = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        s = cute.make_rmem_tensor(tile.keys // 2, Float32)
+        s = cute.make_rmem_tensor(tile.columns // 2, Float32)
         o = cute.make_rmem_tensor(tile.value_dim // 2, Float32)
-        weights = cute.make_rmem_tensor(tile.keys // 4, Uint32)
+        weights = cute.make_rmem_tensor(tile.columns // 4, Uint32)
         state = cute.make_rmem_tensor(8, Float32)  # maxima, sums, rescale factors of the two rows
         if warp >= 4 * (tile.warpgroups - 1):
             self.pass_token(group)
-        for wave in cutlass.range(self.waves(p), unroll=1):
-            batch, head, row, first_block, count = self.work(p, blocks, self.item(wave))
-            low0, high0 = intervals.interval(
-                p, p.query_length, p.key_value_length, batch, row + lane_row, row_low, row_high
-            )
-            low1, high1 = intervals.interval(
-                p, p.query_length, p.key_value_length, batch, row + lane_row + 8, row_low, row_high
-            )
+        for wave in cutlass.range(work.waves(p), unroll=1):
+            batch, head, row, first_block, count = work.find(p, tile, blocks, work.item(wave))
+            low0, high0 = intervals.interval(p, p.rows, p.columns, batch, row + lane_row, row_low, row_high)
+            low1, high1 = intervals.interval(p, p.rows, p.columns, batch, row + lane_row + 8, row_low, row_high)
             cute.arch.sync_warp()  # together again: a wait must have one result for the whole warp
             for i in cutlass.range_constexpr(tile.value_dim // 2):
                 o[i] = Float32(0.0)
@@ -315,41 +253,47 @@ class ForwardKernel:
                 state[r] = Float32(-INFINITY)
                 state[2 + r] = Float32(0.0)
             if count > 0:
-                first_key = first_block * tile.keys
+                first_key = first_block * tile.columns
                 ptx.mbarrier_wait(smem.q_full + 8 * group, q_phase)
                 q_phase = q_phase ^ 1
                 ptx.mbarrier_wait(smem.k_full + 8 * k_stage, k_phase)
                 self.take_token(group)
-                self.multiply_keys(s, query, smem.keys + k_stage * tile.key_bytes)
+                fragments.multiply_dims(
+                    kind, s, query, smem.keys + k_stage * tile.key_bytes, tile.head_dim, slice_bytes
+                )
                 self.pass_token(group)
-                self.wait(0, s)
-                self.release(smem.k_empty + 8 * k_stage)
-                k_stage, k_phase = self.advance(k_stage, k_phase)
+                fragments.wait(0, s)
+                work.release(smem.k_empty + 8 * k_stage)
+                k_stage, k_phase = work.advance(tile.stages, k_stage, k_phase)
                 self.softmax(p, s, state, low0 - first_key, high0 - first_key, low1 - first_key, high1 - first_key)
-                self.pack(s, weights)
+                fragments.pack(kind, s, weights)
                 for index in cutlass.range(1, count, unroll=1):
-                    first_key = (first_block + index) * tile.keys
+                    first_key = (first_block + index) * tile.columns
                     ptx.mbarrier_wait(smem.k_full + 8 * k_stage, k_phase)
                     self.take_token(group)
-                    self.multiply_keys(s, query, smem.keys + k_stage * tile.key_bytes)
+                    fragments.multiply_dims(
+                        kind, s, query, smem.keys + k_stage * tile.key_bytes, tile.head_dim, slice_bytes
+                    )
                     ptx.mbarrier_wait(v_ready + 8 * v_stage, v_phase)
-                    self.multiply_values(o, weights, smem.values + v_stage * tile.value_bytes)
+                    fragments.multiply_rows(
+                        kind, o, weights, smem.values + v_stage * tile.value_bytes, tile.slice_bytes
+                    )
                     self.pass_token(group)
-                    self.wait(1, s)
-                    self.release(smem.k_empty + 8 * k_stage)
-                    k_stage, k_phase = self.advance(k_stage, k_phase)
+                    fragments.wait(1, s)
+                    work.release(smem.k_empty + 8 * k_stage)
+                    k_stage, k_phase = work.advance(tile.stages, k_stage, k_phase)
                     self.softmax(p, s, state, low0 - first_key, high0 - first_key, low1 - first_key, high1 - first_key)
-                    self.wait(0, o)
-                    self.release(smem.v_empty + 8 * v_stage)
-                    v_stage, v_phase = self.advance(v_stage, v_phase)
+                    fragments.wait(0, o)
+                    work.release(smem.v_empty + 8 * v_stage)
+                    v_stage, v_phase = work.advance(tile.stages, v_stage, v_phase)
                     self.rescale(o, state)
-                    self.pack(s, weights)
-                self.release(smem.q_empty + 8 * group)
+                    fragments.pack(kind, s, weights)
+                work.release(smem.q_empty + 8 * group)
                 ptx.mbarrier_wait(v_ready + 8 * v_stage, v_phase)
-                self.multiply_values(o, weights, smem.values + v_stage * tile.value_bytes)
-                self.wait(0, o)
-                self.release(smem.v_empty + 8 * v_stage)
-                v_stage, v_phase = self.advance(v_stage, v_phase)
+                fragments.multiply_rows(kind, o, weights, smem.values + v_stage * tile.value_bytes, tile.slice_bytes)
+                fragments.wait(0, o)
+                work.release(smem.v_empty + 8 * v_stage)
+                v_stage, v_phase = work.advance(tile.stages, v_stage, v_phase)
             self.finish(p, o, state, out, lse, sinks, batch, head, row + lane_row)
         if warp < 4:
             self.take_token(group)
@@ -366,55 +310,6 @@ class ForwardKernel:
         following = following * Int32(following != self.tile.warpgroups)
         cute.arch.barrier_arrive(barrier_id=following + 1, number_of_threads=2 * WARPGROUP)
 
-    @cute.jit
-    def release(self, barrier):
-        """One arrival of the warp."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            ptx.mbarrier_arrive(barrier)
-
-    @cute.jit
-    def multiply_keys(self, s, query, keys):
-        """S = Q K^T of a block, issued."""
-        k = instructions.descriptor(keys)
-        a, b = [], []
-        for step in cutlass.range_constexpr(self.tile.head_dim // 16):
-            index, within = step // 4, (step % 4) * instructions.SLICE_STEP
-            a.append(query + (index * (TILE_ROWS * 128 >> 4) + within))
-            b.append(k + (index * (self.tile.keys * 128 >> 4) + within))
-        result = instructions.multiply(self.config.packed, self.tile.keys, a, b)
-        for i in cutlass.range_constexpr(self.tile.keys // 2):
-            s[i] = result[i]
-
-    @cute.jit
-    def multiply_values(self, o, weights, values):
-        """O += P V of a block, issued."""
-        v = instructions.descriptor(values, self.tile.keys * 128)
-        a, b = [], []
-        for step in cutlass.range_constexpr(self.tile.keys // 16):
-            a.append([weights[4 * step + i] for i in range(4)])
-            b.append(v + step * instructions.ROW_STEP)
-        accumulator = [o[i] for i in range(self.tile.value_dim // 2)]
-        result = instructions.multiply(
-            self.config.packed, self.tile.value_dim, a, b, rows_summed=True, accumulator=accumulator
-        )
-        for i in cutlass.range_constexpr(self.tile.value_dim // 2):
-            o[i] = result[i]
-
-    @cute.jit
-    def wait(self, pending: cutlass.Constexpr, registers):
-        """Waits until all but the last ``pending`` products are done; the registers are those of one that is."""
-        count = cute.size(registers)
-        result = instructions.wait(pending, [registers[i] for i in range(count)])
-        for i in cutlass.range_constexpr(count):
-            registers[i] = result[i]
-
-    @cute.jit
-    def pack(self, s, weights):
-        """P as the left operand of P V."""
-        for i in cutlass.range_constexpr(self.tile.keys // 4):
-            weights[i] = ptx.pack(self.config.packed, s[2 * i], s[2 * i + 1])
-
     # --- softmax ------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -423,7 +318,7 @@ class ForwardKernel:
 
         ``state``: maxima and sums of the thread's columns, updated, and the factors that O is to be multiplied with.
         """
-        keys = self.tile.keys
+        keys = self.tile.columns
         if p.has_cap != 0:
             for i in cutlass.range_constexpr(keys // 2):
                 s[i] = ptx.tanh(s[i] * p.cap)
@@ -432,8 +327,8 @@ class ForwardKernel:
                 s[i] = -s[i]
         inside = (low0 <= 0) & (keys <= high0) & (low1 <= 0) & (keys <= high1)
         if cute.arch.vote_all_sync(inside) == False:  # noqa: E712
-            self.mask(s, 0, low0, high0)
-            self.mask(s, 1, low1, high1)
+            fragments.mask(s, 0, low0, high0, -INFINITY)
+            fragments.mask(s, 1, low1, high1, -INFINITY)
         shifts = [Float32(0.0), Float32(0.0)]
         bases = [Float32(0.0), Float32(0.0)]
         for r in cutlass.range_constexpr(2):
@@ -469,23 +364,10 @@ class ForwardKernel:
             state[2 + r] = state[2 + r] * state[4 + r] + (sums[2 * r] + sums[2 * r + 1])
 
     @cute.jit
-    def mask(self, s, r: cutlass.Constexpr, low, high):
-        """Hides the columns j < low and high <= j of the thread's row r, by one word of bits for 32 columns."""
-        mine = 2 * (cute.arch.lane_idx() % 4)
-        for word in cutlass.range_constexpr((self.tile.keys + 31) // 32):
-            before = ptx.shl(Int32(-1), cutlass.max(low - 32 * word, 0))
-            after = ptx.shl(Int32(-1), cutlass.max(high - 32 * word, 0))
-            visible = (before & (after ^ -1)) >> mine
-            for i in cutlass.range_constexpr(4 * word, min(4 * word + 4, self.tile.keys // 8)):
-                for e in cutlass.range_constexpr(2):
-                    if (visible & (1 << (8 * (i % 4) + e))) == 0:
-                        s[4 * i + 2 * r + e] = Float32(-INFINITY)
-
-    @cute.jit
     def row_maximum(self, s, r: cutlass.Constexpr, start):
         """Maximum of ``start`` and the whole row, which four threads share."""
         parts = [start, Float32(-INFINITY)]
-        for i in cutlass.range_constexpr(self.tile.keys // 8):
+        for i in cutlass.range_constexpr(self.tile.columns // 8):
             for e in cutlass.range_constexpr(2):
                 parts[e] = cute.arch.fmax(parts[e], s[4 * i + 2 * r + e])
         highest = cute.arch.fmax(parts[0], parts[1])
@@ -505,54 +387,17 @@ class ForwardKernel:
     @cute.jit
     def finish(self, p, o, state, out: cute.Pointer, lse: cute.Pointer, sinks: cute.Pointer, batch, head, first_row):
         """Writes the outputs and log-sum-exps of the thread's two rows."""
-        quad = cute.arch.lane_idx() % 4
-        base = out.toint()
         for r in cutlass.range_constexpr(2):
             row = first_row + 8 * r
             total = state[2 + r]
             for offset in (1, 2):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
-            at = (batch * p.query_length + row) * p.heads + head
-            factor, value = self.log_sum_exp(p, sinks, total, state[r], batch * p.heads + head)
-            if (row < p.query_length) & (quad == 0):
+            at = (batch * p.rows + row) * p.row_heads + head
+            factor, value = self.log_sum_exp(p, sinks, total, state[r], batch * p.row_heads + head)
+            if (row < p.rows) & (cute.arch.lane_idx() % 4 == 0):
                 cute.make_tensor(lse, cute.make_layout(1 << 30))[at] = value
-            for block in cutlass.range_constexpr((self.tile.value_dim + 31) // 32):
-                pairs = []
-                for i in cutlass.range_constexpr(4 * block, 4 * block + 4):
-                    pair = Uint32(0)
-                    if cutlass.const_expr(8 * i < self.tile.value_dim):
-                        first = 4 * i + 2 * r
-                        pair = ptx.pack(self.config.packed, o[first] * factor, o[first + 1] * factor)
-                    pairs.append(pair)
-                pairs = self.transpose(pairs, quad)
-                column = 32 * block + 8 * quad
-                if (row < p.query_length) & (column < p.value_dim):
-                    instructions.st_global_v4(base + 2 * (Int64(at) * p.value_dim + column), pairs)
-
-    @cute.jit
-    def transpose(self, pairs, quad):
-        """Among four threads: thread t gets pair t of all, in their order."""
-        is_upper, is_odd = (quad & 2) != 0, (quad & 1) != 0
-        kept, sent = [], []
-        for i in cutlass.range_constexpr(2):
-            mine, other = pairs[i], pairs[2 + i]
-            if is_upper:
-                mine, other = other, mine
-            kept.append(mine)
-            sent.append(cute.arch.shuffle_sync_bfly(other, offset=2))
-        rows = []
-        for row in (kept, sent):
-            mine, other = row[0], row[1]
-            if is_odd:
-                mine, other = other, mine
-            rows.append((mine, cute.arch.shuffle_sync_bfly(other, offset=1)))
-        a, b = rows[0]  # of the threads t and t ^ 1
-        c, d = rows[1]  # t ^ 2 and t ^ 3
-        if is_odd:
-            a, b, c, d = b, a, d, c
-        if is_upper:
-            a, b, c, d = c, d, a, b
-        return [a, b, c, d]
+            address = out.toint() + 2 * Int64(at) * p.value_dim
+            fragments.store_row(self.config.packed, o, r, factor, address, row < p.rows, p.value_dim)
 
     @cute.jit
     def log_sum_exp(self, p, sinks: cute.Pointer, total, maximum, sink_index):
