@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW = 25  # fraction bits below the largest encoded exponent
+#: Arguments of `dot` for wgmma of 8-bit floats, as an H200 computes it.
+HOPPER_8_BIT = {"window": 13, "fraction_bits": 13}
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,13 @@ def dot(
     negate_a: bool = False,
     negate_b: bool = False,
     scale_c: int = 0,
+    window: int = WINDOW,
+    fraction_bits: int = 23,
 ) -> int:
-    """One output of one K group, as bits of `d_type` ("f32" or "f16"). `c` None: D = A·B."""
+    """One output of one K group, as bits of `d_type` ("f32" or "f16"). `c` None: D = A·B.
+
+    An f32 result keeps `fraction_bits` bits below its leading one.
+    """
     not_a_number = {"f32": 0x7FFFFFFF, "f16": 0x7FFF}[d_type]
     terms: list[tuple[int, int, int]] = []  # signed significand, power, exponent of its encoding
     infinities: set[bool] = set()
@@ -151,8 +158,11 @@ def dot(
         return (infinities.pop() << (fmt.width - 1)) | ((2**fmt.exponent_bits - 1) << fmt.mantissa_bits)
     if not terms:
         return 0
-    quantum = max(exponent for _, _, exponent in terms) - WINDOW
+    quantum = max(exponent for _, _, exponent in terms) - window
     total = sum((1 if s > 0 else -1) * _cut(abs(s), power, quantum) for s, power, _ in terms)
+    surplus = abs(total).bit_length() - 1 - fraction_bits
+    if d_type == "f32" and surplus > 0:
+        total = (abs(total) >> surplus << surplus) * (1 if total > 0 else -1)
     return _encode(total, quantum, d_type)
 
 

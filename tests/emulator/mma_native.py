@@ -47,6 +47,8 @@ def multiply(
     saturate: bool = False,
     portable: bool = False,
     inner_a: bool = False,
+    window: int = 25,
+    fraction_bits: int = 23,
 ) -> np.ndarray:
     """D = A·Bᵀ + C for A [M, K], B [N, K] raw containers, C [M, N] words; uint32 words."""
     a = np.ascontiguousarray(a, container_dtype(a_type))
@@ -55,7 +57,8 @@ def multiply(
     d = np.zeros((m, n), np.uint32) if c is None else np.ascontiguousarray(c, np.uint32).copy()
     types = ELEMENTS.index(a_type), ELEMENTS.index(b_type), ACCUMULATORS.index(d_type)
     flags = int(negate_a), int(negate_b), int(c is not None), scale_c, int(saturate), int(portable), int(inner_a)
-    _call("emu_mma_multiply", *types, m, n, k, _pointer(a), _pointer(b), _pointer(d), *flags)
+    precision = window, fraction_bits
+    _call("emu_mma_multiply", *types, m, n, k, _pointer(a), _pointer(b), _pointer(d), *flags, *precision)
     return d
 
 

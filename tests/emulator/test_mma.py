@@ -150,6 +150,14 @@ def test_f16_accumulator_matches_the_model(a_type, b_type, case):
     check(a, b, c, a_type, b_type, "f16")
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("d_type", ["f32", "f16"])
+@pytest.mark.parametrize(("a_type", "b_type"), [("e4m3", "e4m3"), ("e5m2", "e4m3")])
+def test_the_precision_of_8_bit_wgmma_matches_the_model(a_type, b_type, d_type, case):
+    a, b, c = operands(case, a_type, b_type, d_type, seed=200 + CASES.index(case))
+    check(a, b, c, a_type, b_type, d_type, **mma_model.HOPPER_8_BIT)
+
+
 @pytest.mark.parametrize("element", ["bf16", "tf32", "f16"])
 @pytest.mark.parametrize("scale", [1, 7, 15])
 def test_scaled_accumulator_and_negation(element, scale):

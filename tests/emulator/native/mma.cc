@@ -11,7 +11,7 @@
 namespace emu::mma {
 namespace {
 
-constexpr int kWindow = 25;          // fraction bits kept below the largest exponent
+constexpr int kWindow = 25;          // fraction bits below the largest exponent that sums are made of; fewer may be kept
 constexpr int kHiddenBitOuter = 12;      // where a decoded significand's leading bit lies; the two sum to kWindow - 1 + 1, so
 constexpr int kHiddenBitInner = 13;      // that a product of two significands is in units of 2**(sum of exponents - kWindow)
 constexpr int kExponentOfZero = -8192;  // below every real exponent: a zero never moves the window
@@ -70,6 +70,12 @@ int64_t cut(int64_t units, int shift) {  // toward zero
 }
 
 int top_bit(uint64_t value) { return 63 - __builtin_clzll(value); }
+
+/// Bits of an f32 that a result of fewer fraction bits does not have.
+uint32_t dropped_bits(const Options& options) { return (1u << (23 - options.precision.fraction_bits)) - 1; }
+
+/// A narrower window is one of 25 bits below an exponent that is greater by this.
+int raise(const Options& options) { return kWindow - options.precision.window; }
 
 // units * 2**quantum, cut toward zero to f32. Zero is always +0, an underflow too.
 uint32_t to_f32(int64_t units, int quantum) {
@@ -137,10 +143,10 @@ Multiplicand::Class product_class(const Multiplicand& a, int m, const Multiplica
   return negative_a != negative_b ? Multiplicand::minus_inf : Multiplicand::plus_inf;
 }
 
-uint32_t finish(int64_t units, int largest, Accumulator accumulator, uint16_t f16_high_half) {
+uint32_t finish(int64_t units, int largest, const Options& options, uint16_t f16_high_half) {
   const int quantum = largest - kWindow;
-  if (accumulator == Accumulator::f16) return static_cast<uint32_t>(f16_high_half) << 16 | to_f16(units, quantum);
-  return to_f32(units, quantum);
+  if (options.accumulator == Accumulator::f16) return static_cast<uint32_t>(f16_high_half) << 16 | to_f16(units, quantum);
+  return to_f32(units, quantum) & ~dropped_bits(options);
 }
 
 // One output in plain C++: the definition of the rule, and the only path that knows NaN and infinity.
@@ -161,13 +167,14 @@ uint32_t dot(const Multiplicand& a, int m, const Multiplicand& b, int n, uint32_
     const size_t i = a.index(m, k), j = b.index(n, k);
     largest = std::max(largest, a.exponent()[i] + b.exponent()[j]);
   }
+  largest += raise(options);
   int64_t units = cut(c.significand, largest - c.exponent);
   for (int k = 0; k < k_count; ++k) {
     const size_t i = a.index(m, k), j = b.index(n, k);
     const int64_t product = static_cast<int64_t>(a.significand()[i]) * b.significand()[j];
     units += cut(product, largest - a.exponent()[i] - b.exponent()[j]);
   }
-  return finish(units, largest, options.accumulator, f16_high_half);
+  return finish(units, largest, options, f16_high_half);
 }
 
 uint32_t integer_dot(const Multiplicand& a, int m, const Multiplicand& b, int n, uint32_t c_word, const Options& options) {
@@ -209,7 +216,7 @@ struct Window {
 };
 
 template <int rows>
-EMU_AVX2 inline void sum_products(const Multiplicand& a, int m, const Multiplicand& b, int column, Window* window) {
+EMU_AVX2 inline void sum_products(const Multiplicand& a, int m, const Multiplicand& b, int column, int raise, Window* window) {
   const int k_count = a.k(), pitch = b.padded_rows();
   const int32_t* exponent_b = b.exponent() + column;
   const int32_t* significand_b = b.significand() + column;
@@ -226,6 +233,7 @@ EMU_AVX2 inline void sum_products(const Multiplicand& a, int m, const Multiplica
       largest[r] = _mm256_max_epi32(largest[r], _mm256_add_epi32(eb, _mm256_set1_epi32(exponent_a[r][k])));
     }
   }
+  for (int r = 0; r < rows; ++r) largest[r] = _mm256_add_epi32(largest[r], _mm256_set1_epi32(raise));
   for (int begin = 0; begin < k_count; begin += kExactGroup) {
     const int end = std::min(k_count, begin + kExactGroup);
     __m256i sum[rows];
@@ -249,8 +257,9 @@ EMU_AVX2 inline void sum_products(const Multiplicand& a, int m, const Multiplica
   for (int r = 0; r < rows; ++r) window[r].largest = largest[r];
 }
 
-// Four sums of up to 34 bits, as doubles, times 2**(largest - 25), cut to f32. False if one is too small for a normal f32.
-EMU_AVX2 inline bool four_to_f32(__m256d units, __m128i largest, __m128* result) {
+// Four sums of up to 34 bits, as doubles, times 2**(largest - 25), cut to f32 less the `dropped` bits. False if one is
+// too small for a normal f32.
+EMU_AVX2 inline bool four_to_f32(__m256d units, __m128i largest, uint32_t dropped, __m128* result) {
   const __m128i clamped = _mm_max_epi32(largest, _mm_set1_epi32(-900));
   const __m256i biased = _mm256_add_epi64(_mm256_cvtepi32_epi64(clamped), _mm256_set1_epi64x(1023 - kWindow));
   const __m256d value = _mm256_mul_pd(units, _mm256_castsi256_pd(_mm256_slli_epi64(biased, 52)));
@@ -259,7 +268,7 @@ EMU_AVX2 inline bool four_to_f32(__m256d units, __m128i largest, __m128* result)
   const __m256d nonzero = _mm256_cmp_pd(magnitude, _mm256_setzero_pd(), _CMP_NEQ_OQ);
   if (_mm256_movemask_pd(_mm256_and_pd(small, nonzero))) return false;
   // 29 bits off a double's mantissa leave f32's; the conversion is then exact, or overflows to infinity.
-  const __m256d mask = _mm256_castsi256_pd(_mm256_set1_epi64x(~((int64_t{1} << 29) - 1)));
+  const __m256d mask = _mm256_castsi256_pd(_mm256_set1_epi64x(~((int64_t{dropped} << 29) | ((int64_t{1} << 29) - 1))));
   *result = _mm256_cvtpd_ps(_mm256_and_pd(value, mask));
   return true;
 }
@@ -273,8 +282,8 @@ EMU_AVX2 inline void finish_vector(const Window& window, __m256i c, uint32_t* ou
   const __m256d high = _mm256_add_pd(_mm256_add_pd(high_half(window.sum_low), high_half(window.sum_high)), high_half(c));
   if (options.accumulator == Accumulator::f32) {
     __m128 x, y;
-    if (four_to_f32(low, _mm256_castsi256_si128(window.largest), &x) &&
-        four_to_f32(high, _mm256_extracti128_si256(window.largest, 1), &y)) {
+    if (four_to_f32(low, _mm256_castsi256_si128(window.largest), dropped_bits(options), &x) &&
+        four_to_f32(high, _mm256_extracti128_si256(window.largest, 1), dropped_bits(options), &y)) {
       _mm256_storeu_ps(reinterpret_cast<float*>(out), _mm256_set_m128(y, x));
       return;
     }
@@ -285,7 +294,7 @@ EMU_AVX2 inline void finish_vector(const Window& window, __m256i c, uint32_t* ou
   _mm256_storeu_pd(units + 4, high);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(largest), window.largest);
   for (int i = 0; i < kLanes; ++i) {
-    out[i] = finish(static_cast<int64_t>(units[i]), largest[i], options.accumulator, f16_high_half);
+    out[i] = finish(static_cast<int64_t>(units[i]), largest[i], options, f16_high_half);
   }
 }
 
@@ -301,7 +310,7 @@ EMU_AVX2 bool vector_block(const Multiplicand& a, int m, const Multiplicand& b, 
     if (!c_exponents(c_words[r], options, &c_significand[r], &c_exponent[r])) return false;
     window[r] = {c_exponent[r], _mm256_setzero_si256(), _mm256_setzero_si256()};
   }
-  sum_products<rows>(a, m, b, column, window);
+  sum_products<rows>(a, m, b, column, raise(options), window);
   for (int r = 0; r < rows; ++r) {
     const __m256i kept = _mm256_srlv_epi32(c_significand[r], _mm256_sub_epi32(window[r].largest, c_exponent[r]));
     // The sign bit, with 1 below it so that +0's "sign" is not zero.

@@ -2,8 +2,9 @@
 //
 // One rule serves tcgen05.mma, wgmma and mma.sync: within an instruction's K group all products and the accumulator
 // are aligned to one window of 25 fraction bits below the largest encoded exponent, cut toward zero there, summed
-// exactly, and the sum is cut to the destination's format. The rule was published for B200 (sf-tensor/tcgen05, MIT) and
-// checked here for bf16 on an H200. This file knows numbers only: no memory, no descriptors, no warps.
+// exactly, and the sum is cut to the destination's format. The rule was published for B200 (sf-tensor/tcgen05, MIT); an
+// H200's mma.sync and wgmma give the same bits in every type of theirs (tests/emulator/silicon), except that wgmma of
+// 8-bit floats is less precise. This file knows numbers only: no memory, no descriptors, no warps.
 #pragma once
 
 #include <cstddef>
@@ -67,11 +68,20 @@ class Multiplicand {
   std::vector<uint8_t> class_, row_special_;
 };
 
+/// How much of a sum is kept.
+struct Precision {
+  int window = 25;         // fraction bits below the largest encoded exponent
+  int fraction_bits = 23;  // of an f32 result
+};
+/// Of Hopper's wgmma with 8-bit floats, as measured on an H200.
+constexpr Precision kHopper8Bit{13, 13};
+
 struct Options {
   Accumulator accumulator = Accumulator::f32;
   bool read_c = true;     // false: D = A*B
   int scale_c = 0;        // D = A*B + C * 2**-scale_c
   bool saturate = false;  // s32 only
+  Precision precision;
   bool portable = false;  // force the plain C++ path (its results are the same)
 };
 

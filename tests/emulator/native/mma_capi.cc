@@ -34,7 +34,7 @@ int guarded(char* error, size_t error_size, Body body) {
 /// the two the vector loop walks.
 EMU_EXPORT int emu_mma_multiply(int element_a, int element_b, int accumulator, int m, int n, int k, const uint8_t* a,
                                 const uint8_t* b, uint32_t* d, int negate_a, int negate_b, int read_c, int scale_c,
-                                int saturate, int portable, int inner_a, char* error, size_t error_size) {
+                                int saturate, int portable, int inner_a, int window, int fraction_bits, char* error, size_t error_size) {
   return guarded(error, error_size, [&] {
     const auto ea = static_cast<Element>(element_a), eb = static_cast<Element>(element_b);
     using Side = Multiplicand::Side;
@@ -46,6 +46,7 @@ EMU_EXPORT int emu_mma_multiply(int element_a, int element_b, int accumulator, i
     options.scale_c = scale_c;
     options.saturate = saturate;
     options.portable = portable;
+    options.precision = {window, fraction_bits};
     const int outer = inner_a ? n : m, inner = inner_a ? m : n;
     std::vector<uint32_t> work(static_cast<size_t>(outer) * inner);
     std::vector<uint32_t*> rows(outer);

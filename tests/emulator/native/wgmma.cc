@@ -1,4 +1,5 @@
-// wgmma.mma_async, .fence, .commit_group and .wait_group (PTX ISA 9.7.15), by the same arithmetic as tcgen05.mma.
+// wgmma.mma_async, .fence, .commit_group and .wait_group (PTX ISA 9.7.15). The arithmetic is that of tcgen05.mma, at the
+// precision that an H200 shows.
 //
 // Each warp of a warpgroup computes its own 16 rows, as on the hardware, perhaps before the other warps have issued the
 // instruction: what only they have waited for may be missing. But it completes for all four at once: kernels count on that
@@ -168,6 +169,7 @@ bool WgmmaOp::advance(Cluster& cluster) {
   mma::Options options;
   options.accumulator = data->d;
   options.read_c = work->accumulate;
+  if (mma::container_bits(data->a) == 8) options.precision = mma::kHopper8Bit;
   if (work->accumulate) load_accumulator(c);
   mma::multiply_accumulate(rows, columns, 0, data->n, out, options);
   store_accumulator(c);
