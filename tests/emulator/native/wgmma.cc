@@ -205,8 +205,8 @@ WgmmaWarp& state_of(Warp& warp) {
 /// The instruction's place in the warpgroup's sequence, new if the warp is the first one there. The other warps must
 /// have executed the same one there.
 Warpgroup::Step& step_of(Warp& warp, const Instruction& in, uint32_t mask) {
-  if (mask != kFull) fail(Fault::divergence, "a wgmma instruction needs all 32 threads of its warp; 0x%08x execute it", mask);
   Warpgroup& group = *state_of(warp).group;
+  if (mask != kFull) fail(Fault::divergence, "a wgmma instruction needs all 32 threads of its warp; 0x%08x execute it", mask);
   const size_t member = static_cast<size_t>(warp.index) % 4;
   const size_t at = group.passed[member] - group.first;
   if (at == group.steps.size()) {

@@ -71,7 +71,7 @@ class Form:
         )
 
 
-def _kernel(form: Form, image_bytes: int) -> str:
+def kernel(form: Form, image_bytes: int) -> str:
     """Parameters: images [block, image_bytes], descriptors [block, steps, 2] relative to the image, A in registers
     [block, thread, 4 * steps], accumulators before and after [block, thread, words].
     """
@@ -126,7 +126,7 @@ def _micro(
     buffers = {"image": image, "d": descriptors, "a": fragments, "c": c, "out": poison(c.size)}
     return Micro(
         name=name,
-        ptx=_kernel(form, image_bytes),
+        ptx=kernel(form, image_bytes),
         buffers={key: np.ascontiguousarray(array) for key, array in buffers.items()},
         params=[Pointer(key) for key in buffers],
         grid=(blocks, 1, 1),
