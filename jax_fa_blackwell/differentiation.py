@@ -52,7 +52,8 @@ class _Call(NamedTuple):
       passes, spec: the call.
       names: the operands that have a tangent, in the order of the tangents.
       tree: the structure of (operands, out, lse).
-      batched: for each vmap around the call, outermost last, which of the flat arguments have its axis, as axis 0.
+      batched: for each vmap around the call, outermost last, which of the flat arguments have its axis; an argument's
+        axes stand before its own, outermost first.
     """
 
     passes: Passes
@@ -242,15 +243,24 @@ def _grouped_transpose(call: _Call, levels: tuple[tuple[bool, ...], ...]) -> Cal
 
 
 def _batch(arrays, axes, *, call: _Call):
-    """A vmap around the call; its results, and so the primal results among its arguments, have the new axis."""
+    """A vmap around the call; its results, and so the primal results among its arguments, have the new axis.
+
+    Vmaps commute: those over queries alone are kept innermost, where ``_transpose`` needs no copies for them.
+    """
     size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
-    moved = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
-    flags = [axis is not None for axis in axes]
-    for index in (call.residuals - 2, call.residuals - 1):  # out and lse
-        if not flags[index]:
-            moved[index], flags[index] = jnp.broadcast_to(moved[index], (size, *moved[index].shape)), True
-    results = _tangent_p.bind(*moved, call=call._replace(batched=(*call.batched, tuple(flags))))
-    return results, [0] * len(results)
+    out_and_lse = (call.residuals - 2, call.residuals - 1)
+    flags = tuple(axis is not None or index in out_and_lse for index, axis in enumerate(axes))
+    outer: tuple[tuple[bool, ...], ...] = ()
+    if _is_of_queries_alone(call, flags):
+        outer = tuple(level for level in call.batched if not _is_of_queries_alone(call, level))
+    moved = []
+    for index, (array, axis) in enumerate(zip(arrays, axes, strict=True)):
+        if axis is None and flags[index]:
+            array, axis = jnp.broadcast_to(array, (size, *array.shape)), 0
+        moved.append(array if axis is None else jnp.moveaxis(array, axis, sum(level[index] for level in outer)))
+    inner = call.batched[: len(call.batched) - len(outer)]
+    results = _tangent_p.bind(*moved, call=call._replace(batched=(*inner, flags, *outer)))
+    return results, [len(outer)] * len(results)
 
 
 batching.primitive_batchers[_tangent_p] = _batch

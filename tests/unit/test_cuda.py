@@ -87,6 +87,28 @@ def test_vmap_over_queries_alone_copies_no_keys(blackwell, axes, implementation)
         assert [types[:3] for types in operand_types(text)] == [operands] * count
 
 
+@pytest.mark.parametrize("order", ["queries inside", "queries outside"])
+def test_vmaps_over_queries_alone_and_over_all(blackwell, order):
+    """The backward pass, and "xla" in both, repeat no keys either; a forward kernel gets one copy for each query."""
+    alone, everything = (0, None, None), (0, 0, 0)
+    query, key, value = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in SHAPES)
+    size = {alone: 5, everything: 3}
+    stacked = lambda array, *sizes: jax.ShapeDtypeStruct((*sizes, *array.shape), array.dtype)  # noqa: E731
+    inner, outer = (alone, everything) if order == "queries inside" else (everything, alone)
+    arrays = (stacked(query, size[outer], size[inner]), stacked(key, 3), stacked(value, 3))
+
+    def total(*arrays, implementation):
+        attend_all = jax.vmap(jax.vmap(functools.partial(attend, implementation=implementation), inner), outer)
+        return attend_all(*arrays).astype(jnp.float32).sum()
+
+    def gradient(implementation):
+        return lower_for_cuda(jax.grad(functools.partial(total, implementation=implementation), (0, 1, 2)), *arrays)
+
+    assert largest_keys(gradient("xla")) == 3 * math.prod(SHAPES[1])
+    backward = operand_types(gradient("cuda"))[1]
+    assert backward[:3] == ["6x256x20x96xbf16", "6x200x2x96xbf16", "6x200x2x64xbf16"]
+
+
 def test_vmap_of_a_gradient_has_one_for_each_query(blackwell):
     """Gradients of the keys for each query are as many as copies of the keys, so the keys are repeated."""
 

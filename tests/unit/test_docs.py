@@ -49,6 +49,7 @@ def test_pages_have_blocks():
         "README.md",
         "errors.md",
         "jax_export.md",
+        "long_context.md",
         "masks.md",
         "models.md",
         "numerics.md",
