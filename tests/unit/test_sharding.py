@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_fa_blackwell import attention, cuda, custom_call, delta, flash_attention, lowering
+from jax_fa_blackwell import attention, cuda, custom_call, flash_attention
+from lowered import named_cubins
 
 pytestmark = pytest.mark.eight_devices
 
@@ -22,14 +23,11 @@ SPECS = (P("data", None, "model"), P("data", None, "model"), P("data", None, "mo
 IMPLEMENTATIONS = ("xla", "cuda")
 
 
-@pytest.fixture(autouse=True)
-def _blackwell(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def _blackwell():
     """implementation="cuda" is lowered for sm_100a with cubins that are only named; on a CPU it runs its fallback."""
-    monkeypatch.setenv(lowering.ARCH_VARIABLE, "sm_100a")
-    monkeypatch.setattr(cuda, "_find", lambda name, arch: (name, "0" * 64, f"{name}_0"))
-    monkeypatch.setattr(cuda.make_forward_plan, "__defaults__", (cuda._find,))
-    monkeypatch.setattr(cuda.make_backward_plan, "__defaults__", (cuda._find,))
-    monkeypatch.setattr(delta, "_launch", lambda spec, *arrays: delta._expression(*arrays))
+    with named_cubins("sm_100a"):
+        yield
 
 
 def make_mesh(kind, shape=(2, 4)):
