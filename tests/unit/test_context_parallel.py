@@ -1,5 +1,6 @@
 """Ring and Ulysses attention on 8 simulated devices: the results of one device, order of communication, memory."""
 
+import collections
 import functools
 import importlib
 import pathlib
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_fa_blackwell import context_parallel, cuda, flash_attention, lowering, masks, xla
+from jax_fa_blackwell import context_parallel, cuda, custom_call, flash_attention, lowering, masks, xla
 from jax_fa_blackwell.context_parallel import (
     from_zigzag,
     ring_attention,
@@ -20,6 +21,7 @@ from jax_fa_blackwell.context_parallel import (
     ulysses_attention,
     zigzag_permutation,
 )
+from lowered import launches, lower_for_cuda, named_cubins
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 DEVICES = 8
@@ -187,6 +189,38 @@ def test_ring_of_kernels(case, monkeypatch):
     check(ring_attention, case, "zigzag", jnp.bfloat16, tolerance=1e-2, implementation="cuda")
     assert seen
     assert all(operands.key_lo.shape == (B, T // DEVICES) for operands in seen)
+
+
+@pytest.mark.eight_devices
+def test_lowered_for_cuda():
+    """Kernels are called on local parts; with output and LSE kept by name the backward runs no forward step again."""
+    mesh = make_mesh()
+    arrays = [
+        jax.ShapeDtypeStruct(array.shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "context")))
+        for array in make_inputs()
+    ]
+    saved = jax.checkpoint_policies.save_only_these_names("context")
+
+    def kinds(function, policy=None):
+        """The names of the launches and the extents of their queries and keys."""
+        attend = sharded(functools.partial(function, implementation="cuda"), mesh, {"is_causal": True})
+
+        def total(query, key, value):
+            return attend(query, key, value, None)[0].astype(jnp.float32).sum()
+
+        total = jax.checkpoint(total, policy=policy) if policy else total
+        text = lower_for_cuda(jax.value_and_grad(total, (0, 1, 2)), *arrays)
+        calls = re.findall(rf"@{custom_call.TARGET}\(.* : \(tensor<(\w+)>, tensor<(\w+)>", text)
+        return collections.Counter(plan.name.split("_")[0] for plan in launches(text)), set(calls)
+
+    with named_cubins():
+        # The loop's body counts once: the ring's forward is it and the last step, its backward has a first one too.
+        ring = {(f"{B}x{T // DEVICES}x{N}x{H}xbf16", f"{B}x{T // DEVICES}x{K}x{H}xbf16")}
+        assert kinds(ring_attention) == ({"forward": 2, "backward": 3}, ring)
+        assert kinds(ring_attention, saved) == ({"forward": 2, "backward": 3}, ring)
+        assert kinds(ring_attention, jax.checkpoint_policies.nothing_saveable)[0] == {"forward": 4, "backward": 3}
+        ulysses = {(f"{B}x{T}x1x{H}xbf16", f"{B}x{T}x1x{H}xbf16")}
+        assert kinds(ulysses_attention, saved) == ({"forward": 1, "backward": 1}, ulysses)
 
 
 @pytest.mark.eight_devices
