@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,7 @@ from jax_fa_blackwell.delta import delta
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.operands import Gradients, Operands
 from jax_fa_blackwell.plan import attention as attention_plan
-from jax_fa_blackwell.plan import backward as backward_plan
-from jax_fa_blackwell.plan import forward as forward_plan
 from jax_fa_blackwell.plan.launch import LaunchPlan
-from jax_fa_blackwell.plan.slices import ROWS
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
 from jax_fa_blackwell.sharding import partition
@@ -187,13 +184,9 @@ def _forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ...]:
         jax.ShapeDtypeStruct((B, T, N, spec.value_head_dim), operands.query.dtype),
         jax.ShapeDtypeStruct((B, T, N), jnp.float32),
     )
-    arrays = [operands.query, operands.key, operands.value]
-    if spec.mask_form == "rows":
-        lo, hi, key_lo, key_hi = _intervals(operands)
-        rows = forward_plan.plan_forward(spec, get_target("sm_100a")).group_rows
-        arrays += [lo, hi, blocks_of_groups(lo, hi, rows), key_lo, key_hi]
+    arrays = _arrays(spec, operands)
     if operands.sinks is not None:
-        arrays.append(operands.sinks)
+        arrays["sinks"] = operands.sinks
 
     return execute(make_forward_plan, spec, arrays, results, _xla_forward, (operands,))
 
@@ -201,14 +194,22 @@ def _forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ...]:
 def _backward(spec: AttentionSpec, operands: Operands, out, lse, grad_out, grad_lse) -> tuple[jax.Array, ...]:
     """Gradients of query, key and value, and delta [B, N, T]."""
     deltas = delta(out, grad_out, grad_lse)
-    arrays = [operands.query, operands.key, operands.value, grad_out, lse.swapaxes(1, 2), deltas]
-    if spec.mask_form == "rows":
-        lo, hi, key_lo, key_hi = _intervals(operands)
-        arrays += [lo, hi, blocks_of_groups(lo, hi, ROWS), key_lo, key_hi, blocks_of_groups(key_lo, key_hi, ROWS)]
+    arrays = _arrays(spec, operands) | {"grad_out": grad_out, "lse": lse.swapaxes(1, 2), "delta": deltas}
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.query, operands.key, operands.value)]
 
     rest = (operands, out, lse, grad_out, grad_lse)
     return *execute(make_backward_plan, spec, arrays, results, _xla_backward, rest), deltas
+
+
+def _arrays(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
+    """What forward and backward are given, by the names of ``plan.attention.Argument``."""
+    arrays = {"query": operands.query, "key": operands.key, "value": operands.value}
+    if spec.mask_form == "rows":
+        intervals = operands.lo, operands.hi, operands.key_lo, operands.key_hi
+        for name, array in zip(("query_low", "query_high", "key_low", "key_high"), intervals, strict=True):
+            assert array is not None
+            arrays[name] = array
+    return arrays
 
 
 def _xla_forward(spec: AttentionSpec, operands: Operands):
@@ -229,20 +230,10 @@ def _entries(function: Callable, spec: AttentionSpec, operands: Operands, *other
     return jax.tree.map(lambda x: x[:, 0] if x.ndim > 2 else x, results)
 
 
-def _intervals(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Keys of each query row, query rows of each key."""
-    lo, hi, key_lo, key_hi = operands.lo, operands.hi, operands.key_lo, operands.key_hi
-    assert lo is not None
-    assert hi is not None
-    assert key_lo is not None
-    assert key_hi is not None
-    return lo, hi, key_lo, key_hi
-
-
 def execute(
     make_plan: MakePlan,
     spec: AttentionSpec,
-    arrays: Sequence[jax.Array],
+    arrays: Mapping[str, jax.Array],
     results: Sequence[jax.ShapeDtypeStruct],
     fallback: Callable[..., Any],
     fallback_arguments: tuple,
@@ -254,13 +245,13 @@ def execute(
     Args:
       make_plan: makes the launch plan for one architecture; of module level.
       spec: the call.
-      arrays: the plan's arguments.
+      arrays: what the plan's arguments are made from, by the names of ``plan.attention.Argument``.
       results: shapes and dtypes of the plan's results.
       fallback: the same computation in JAX; of module level.
       fallback_arguments: its arguments after the spec.
     """
     leaves, tree = jax.tree.flatten(fallback_arguments)
-    launch, run = (make_plan, spec, len(arrays), tuple(results)), (fallback, spec, len(arrays), tree)
+    launch, run = (make_plan, spec, tuple(arrays), tuple(results)), (fallback, spec, len(arrays), tree)
 
     def like(*everything):
         # Zeros that depend on every argument, and so vary over every mesh axis that an argument varies over.
@@ -268,7 +259,7 @@ def execute(
         return tuple(jnp.zeros(result.shape, result.dtype) + jnp.asarray(anchor, result.dtype) for result in results)
 
     return jax.lax.platform_dependent(
-        *arrays,
+        *arrays.values(),
         *leaves,
         cuda=lambda *everything: lowering.deferred(_launch, launch, everything, like),
         default=lambda *everything: lowering.deferred(_fall_back, run, everything, like),
@@ -277,13 +268,28 @@ def execute(
 
 def _launch(static, *everything):
     """Traced when lowering for CUDA: one program for each architecture that the kernels take the call on."""
-    make_plan, spec, count, results = static
-    arches = [arch for arch in lowering.arches() if forward_plan.supports(spec, get_target(arch)) is None]
-    plans = [make_plan(spec, arch) for arch in arches]
-    if not plans:
+    make_plan, spec, names, results = static
+    arches = [arch for arch in lowering.arches() if attention_plan.supports(spec, get_target(arch)) is None]
+    if not arches:
         raise NotImplementedError(f"no kernel takes the call on {', '.join(lowering.arches())}: {spec.describe()}")
-    programs = tuple(program for plan in plans for program in plan.programs)
-    return tuple(custom_call.call(dataclasses.replace(plans[0], programs=programs), everything[:count], results))
+    given = [attention_plan.arguments(spec, get_target(arch), "grad_out" in names) for arch in arches]
+    plan, wanted = attention_plan.merge([(make_plan(spec, arch), g) for arch, g in zip(arches, given, strict=True)])
+    arrays = make_arguments(wanted, dict(zip(names, everything, strict=False)))
+    return tuple(custom_call.call(plan, arrays, results))
+
+
+def make_arguments(
+    arguments: Sequence[attention_plan.Argument], arrays: Mapping[str, jax.Array]
+) -> tuple[jax.Array, ...]:
+    """The arrays that a plan is given: those named, and lists of work made from the intervals."""
+
+    def make(argument: attention_plan.Argument) -> jax.Array:
+        if isinstance(argument, str):
+            return arrays[argument]
+        side = "key" if argument.of_keys else "query"
+        return blocks_of_groups(arrays[f"{side}_low"], arrays[f"{side}_high"], argument.rows, argument.columns)
+
+    return tuple(map(make, arguments))
 
 
 def _fall_back(static, *everything):
@@ -306,7 +312,4 @@ def make_forward_plan(spec: AttentionSpec, arch: str, find: Callable = _find) ->
 
 def make_backward_plan(spec: AttentionSpec, arch: str, find: Callable = _find) -> LaunchPlan:
     """The backward's launch plan for one architecture."""
-    passes = backward_plan.plan_backward(spec, get_target(arch))
-    has_cap = spec.logits_soft_cap is not None
-    found = {turned: find(registry.backward_name(spec.dtype, turned, has_cap), arch) for turned in (False, True)}
-    return backward_plan.launch_backward(passes, found)
+    return attention_plan.launch_backward(spec, get_target(arch), functools.partial(find, arch=arch))

@@ -194,6 +194,55 @@ KERNELS: dict[str, Kernel] = {
             ),
         ),
         Kernel(
+            "backward_sm90",
+            (
+                "sm90/backward.py",
+                "sm90/fragments.py",
+                "sm90/instructions.py",
+                "sm90/work.py",
+                "common/intervals.py",
+                "common/ptx.py",
+                "../plan/hopper.py",
+                "../plan/slices.py",
+            ),
+            abi.parameters(
+                a1_map="tensor_map",
+                a2_map="tensor_map",
+                b1_map="tensor_map",
+                b2_map="tensor_map",
+                c1="pointer",
+                c2="pointer",
+                lse="pointer",
+                delta="pointer",
+                low="pointer",
+                high="pointer",
+                blocks="pointer",
+                column_low="pointer",
+                column_high="pointer",
+                scale="float32",
+                cap="float32",
+                out_scale="float32",
+                rows="int32",
+                columns="int32",
+                row_heads="int32",
+                column_heads="int32",
+                group="int32",
+                head_dim="int32",
+                value_dim="int32",
+                rows_form="int32",
+                mask_low="int32",
+                mask_high="int32",
+                cleaned="int32",
+                seen_low="int32",
+                seen_high="int32",
+                items="int32",
+                row_groups="int32",
+                section="int32",
+                heavy_last="int32",
+                has_cap="int32",
+            ),
+        ),
+        Kernel(
             "backward_sm100",
             ("sm100/backward.py", "sm100/slices.py", "common/ptx.py", "../plan/slices.py"),
             abi.parameters(
@@ -288,15 +337,17 @@ def _variants() -> list[KernelVariant]:
 
 
 def _hopper_variants() -> list[KernelVariant]:
+    forward = [(hopper_forward_name, "forward_sm90", tile) for tile in hopper.FORWARD_TILES]
+    backward = [(hopper_backward_name, "backward_sm90", tile) for passes in hopper.BACKWARD_PASSES for tile in passes]
     return [
         KernelVariant(
-            hopper_forward_name(dtype, tile),
-            "forward_sm90",
+            make_name(dtype, tile),
+            kernel,
             tuple(sorted({**dataclasses.asdict(tile), "dtype": dtype}.items())),
             (hopper.ARCH,),
         )
         for dtype in ("bfloat16", "float16")
-        for tile in hopper.FORWARD_TILES
+        for make_name, kernel, tile in forward + backward
     ]
 
 
@@ -316,12 +367,18 @@ def hopper_forward_name(dtype: str, tile: hopper.ForwardTile) -> str:
     return f"forward_sm90_{dtype}_{tile.head_dim}x{tile.value_dim}"
 
 
+def hopper_backward_name(dtype: str, tile: hopper.BackwardTile) -> str:
+    """Name of a variant of the Hopper backward kernel, after the gradients that it computes."""
+    gradients = ("dk" if tile.has_c2 else "") + ("dv" if tile.has_c1 else "") if tile.transposed else "dq"
+    return f"backward_sm90_{dtype}_{gradients}_{tile.head_dim}x{tile.value_dim}"
+
+
 VARIANTS: dict[str, KernelVariant] = {variant.name: variant for variant in _variants()}
 
 SETS: dict[str, tuple[str, ...]] = {
     # Hopper's kernels join when their gradients exist.
-    "core": tuple(name for name, variant in VARIANTS.items() if variant.kernel != "forward_sm90"),
-    "hopper": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "forward_sm90"),
+    "core": tuple(name for name, variant in VARIANTS.items() if not variant.kernel.endswith("sm90")),
+    "hopper": tuple(name for name, variant in VARIANTS.items() if variant.kernel.endswith("sm90")),
     "forward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "forward_sm100"),
     "backward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "backward_sm100"),
 }

@@ -13,9 +13,10 @@ TILE_ROWS = 64
 """Rows of a warpgroup's products."""
 SLICE = 64
 """Head dims of a slice: one row of the 128-byte swizzle in 16-bit elements."""
-REGISTERS = {2: (240, 24), 3: (160, 32)}
+FORWARD_REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Registers of a consumer's and of a producer's thread by the number of consumer warpgroups."""
-_SPARE_REGISTERS = 26  # addresses, counters, statistics of the rows and what is in flight
+BACKWARD_REGISTERS = {2: (232, 40), 3: (160, 32)}
+_SPARE_REGISTERS = 24  # addresses, counters, statistics of the rows and what is in flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,10 @@ class ForwardTile:
         """The legality rule: instruction shapes, registers and shared memory."""
         if self.head_dim % 16 or self.value_dim % 8 or self.columns % 16 or max(self.columns, self.value_dim) > 256:
             raise ValueError(f"forward tile has no wgmma shape: {self}")
-        if self.warpgroups not in REGISTERS:
-            raise ValueError(f"warpgroups must be one of {', '.join(map(str, REGISTERS))}; got {self.warpgroups}")
+        if self.warpgroups not in FORWARD_REGISTERS:
+            raise ValueError(
+                f"warpgroups must be one of {', '.join(map(str, FORWARD_REGISTERS))}; got {self.warpgroups}"
+            )
         if self.registers > self.consumer_registers:
             raise ValueError(f"forward tile needs {self.registers} registers of {self.consumer_registers}: {self}")
         if self.stages < 2:
@@ -60,12 +63,12 @@ class ForwardTile:
     @property
     def consumer_registers(self) -> int:
         """Registers of a consumer's thread."""
-        return REGISTERS[self.warpgroups][0]
+        return FORWARD_REGISTERS[self.warpgroups][0]
 
     @property
     def producer_registers(self) -> int:
         """Registers of a producer's thread."""
-        return REGISTERS[self.warpgroups][1]
+        return FORWARD_REGISTERS[self.warpgroups][1]
 
     @property
     def registers(self) -> int:
@@ -128,9 +131,156 @@ FORWARD_TILES = (
 )
 """The classes of head dims, the cheapest first; a call takes the first that holds both of its head dims."""
 
+STATISTIC_STAGES = 4
+"""Blocks whose LSE and delta are in shared memory, where they belong to columns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTile:
+    """The compile-time sizes of one pass of the backward kernel.
+
+    Attributes:
+      head_dim, value_dim: classes of the head dims: the products' sums are so long, the accumulators so wide.
+      columns: columns of a block.
+      transposed: rows are keys (for dK and dV) or queries (for dQ).
+      has_c1: whether dV is computed.
+      has_c2: whether dQ, or transposed dK, is computed.
+      warpgroups: consumer warpgroups of 64 rows.
+    """
+
+    head_dim: int
+    value_dim: int
+    columns: int
+    transposed: bool
+    has_c1: bool
+    has_c2: bool
+    warpgroups: int = 2
+
+    BARRIER_BYTES: ClassVar[int] = 1024
+
+    def __post_init__(self):
+        """The legality rule: instruction shapes, registers and shared memory."""
+        if self.head_dim % 16 or self.value_dim % 16 or self.columns % 16:
+            raise ValueError(f"backward tile has no wgmma shape: {self}")
+        if max(self.head_dim, self.value_dim, self.columns) > 256:
+            raise ValueError(f"backward tile has no wgmma shape: {self}")
+        if self.warpgroups not in BACKWARD_REGISTERS:
+            raise ValueError(
+                f"warpgroups must be one of {', '.join(map(str, BACKWARD_REGISTERS))}; got {self.warpgroups}"
+            )
+        if not (self.has_c1 or self.has_c2) or (self.has_c1 and not self.transposed):
+            raise ValueError(f"a backward pass computes dQ, or transposed dK, dV or both; got {self}")
+        if self.registers > self.consumer_registers:
+            raise ValueError(f"backward tile needs {self.registers} registers of {self.consumer_registers}: {self}")
+        if self.slots < 3:
+            raise ValueError(f"backward tile has shared memory for {self.slots} slots and needs 3: {self}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.warpgroups * TILE_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: consumers and one producer warpgroup."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread."""
+        return BACKWARD_REGISTERS[self.warpgroups][0]
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a producer's thread."""
+        return BACKWARD_REGISTERS[self.warpgroups][1]
+
+    @property
+    def registers(self) -> int:
+        """Registers that a consumer's thread needs at least: the results, S and dP, and P in 16 bits."""
+        results = (self.value_dim if self.has_c1 else 0) + (self.head_dim if self.has_c2 else 0)
+        scores = self.columns * (2 if self.has_c2 else 1)
+        return (results + scores) // 2 + (self.columns // 4 if self.has_c1 else 0) + _SPARE_REGISTERS
+
+    @property
+    def score_slices(self) -> int:
+        """Slices of the head dim."""
+        return -(-self.head_dim // SLICE)
+
+    @property
+    def value_slices(self) -> int:
+        """Slices of the value head dim."""
+        return -(-self.value_dim // SLICE)
+
+    @property
+    def a1_bytes(self) -> int:
+        """Shared memory of a warpgroup's rows of Q, or transposed of K."""
+        return self.score_slices * TILE_ROWS * SLICE * 2
+
+    @property
+    def a2_bytes(self) -> int:
+        """Shared memory of a warpgroup's rows of dO, or transposed of V; 0 where dP is not computed."""
+        return self.value_slices * TILE_ROWS * SLICE * 2 if self.has_c2 else 0
+
+    @property
+    def slice_bytes(self) -> int:
+        """Shared memory of a slice of a block."""
+        return self.columns * SLICE * 2
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory of a slot: a block of either operand of the columns."""
+        return max(self.score_slices, self.value_slices) * self.slice_bytes
+
+    @property
+    def statistic_bytes(self) -> int:
+        """Shared memory of LSE and delta of a block's columns."""
+        return 2 * 4 * self.columns if self.transposed else 0
+
+    @property
+    def header_bytes(self) -> int:
+        """Shared memory before the operands: barriers and statistics."""
+        return self.BARRIER_BYTES + -(-STATISTIC_STAGES * self.statistic_bytes // 1024) * 1024
+
+    @property
+    def slots(self) -> int:
+        """Blocks of columns in shared memory; more than eight help nothing."""
+        rows = self.warpgroups * (self.a1_bytes + self.a2_bytes)
+        rest = get_target(ARCH).shared_bytes - self.header_bytes - rows
+        return min(rest // self.slot_bytes, 8)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.header_bytes + self.warpgroups * (self.a1_bytes + self.a2_bytes) + self.slots * self.slot_bytes
+
+
+def _passes(dim: int, query_columns: int, *key_columns: int) -> tuple[BackwardTile, ...]:
+    """dQ, then dK and dV in one pass or, given two numbers of columns, dK and dV apart."""
+    passes = [BackwardTile(dim, dim, query_columns, transposed=False, has_c1=False, has_c2=True)]
+    if len(key_columns) == 1:
+        passes.append(BackwardTile(dim, dim, key_columns[0], transposed=True, has_c1=True, has_c2=True))
+    else:
+        passes.append(BackwardTile(dim, dim, key_columns[0], transposed=True, has_c1=False, has_c2=True))
+        passes.append(BackwardTile(dim, dim, key_columns[1], transposed=True, has_c1=True, has_c2=False))
+    return tuple(passes)
+
+
+BACKWARD_PASSES = (
+    _passes(64, 128, 96),
+    _passes(80, 128, 80),
+    _passes(96, 128, 80),
+    _passes(128, 112, 64),
+    _passes(160, 112, 112, 128),
+    _passes(192, 96, 96, 128),
+    _passes(256, 64, 64, 80),
+)
+"""Passes by class of head dims, the cheapest first; a call takes the first that hold both of its head dims."""
+
+
 MAX_DIM = 256
 
 
-def choose(tiles, spec: AttentionSpec):
-    """The first tile, in their order, whose class holds both head dims of the call."""
-    return next(t for t in tiles if spec.head_dim <= t.head_dim and spec.value_head_dim <= t.value_dim)
+def holds(tile: ForwardTile | BackwardTile, spec: AttentionSpec) -> bool:
+    """Whether the tile's class of head dims holds those of the call."""
+    return spec.head_dim <= tile.head_dim and spec.value_head_dim <= tile.value_dim

@@ -83,7 +83,7 @@ def plan_forward(spec: AttentionSpec, target: Target) -> ForwardPlan:
     limit = supports(spec, target)
     if limit is not None:
         raise ValueError(f"no forward plan: {limit}")
-    return ForwardPlan(spec, target, hopper.choose(hopper.FORWARD_TILES, spec))
+    return ForwardPlan(spec, target, next(tile for tile in hopper.FORWARD_TILES if hopper.holds(tile, spec)))
 
 
 def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> launch.LaunchPlan:

@@ -14,12 +14,10 @@ import numpy as np
 import emulator
 from attention_cases import Arrays, Case, visibility
 from jax_fa_blackwell import cuda, export
-from jax_fa_blackwell.blocks import blocks_of_groups
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.masks import MaskArguments, kv_intervals
 from jax_fa_blackwell.plan import attention as attention_plan
 from jax_fa_blackwell.plan.launch import LaunchPlan
-from jax_fa_blackwell.plan.slices import ROWS
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
 
@@ -103,8 +101,15 @@ def _intervals(visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return low.astype(np.int32), high.astype(np.int32)
 
 
-def _blocks(low: np.ndarray, high: np.ndarray, rows: int, columns: int = ROWS) -> np.ndarray:
-    return np.asarray(blocks_of_groups(jnp.asarray(low), jnp.asarray(high), rows, columns))
+def _arguments(spec: AttentionSpec, arch: str, case: Case, inputs: Arrays, **others: np.ndarray) -> list[np.ndarray]:
+    """What a plan is given, from a case's inputs; with "grad_out" among the others it is the backward's."""
+    arrays = {name: inputs[name] for name in ("query", "key", "value")} | others
+    if spec.mask_form == "rows":
+        visible = visibility(case, inputs)[:, 0]
+        for side, seen in (("query", visible), ("key", visible.swapaxes(1, 2))):
+            arrays[f"{side}_low"], arrays[f"{side}_high"] = _intervals(seen)
+    given = attention_plan.arguments(spec, get_target(arch), "grad_out" in others)
+    return [np.asarray(array) for array in cuda.make_arguments(given, {k: jnp.asarray(v) for k, v in arrays.items()})]
 
 
 def forward(
@@ -113,32 +118,23 @@ def forward(
     """Output, LSE [B, T, N] and the report."""
     x, dtype = case.shape, inputs["query"].dtype
     spec = make_spec(case, dtype)
-    arrays = [inputs["query"], inputs["key"], inputs["value"]]
-    if spec.mask_form == "rows":
-        visible = visibility(case, inputs)[:, 0]
-        low, high = _intervals(visible)
-        work = attention_plan.forward_work(spec, get_target(arch))
-        arrays += [low, high, _blocks(low, high, *work), *_intervals(visible.swapaxes(1, 2))]
-    if case.sinks:
-        arrays.append(np.broadcast_to(inputs["sinks"].astype(np.float32), (x.B, x.N)))
+    sinks = {"sinks": np.broadcast_to(inputs["sinks"].astype(np.float32), (x.B, x.N))} if case.sinks else {}
+    arrays = _arguments(spec, arch, case, inputs, **sinks)
     (out, lse), report = run(cuda.make_forward_plan, spec, arrays, arch, **options)
     return out.view(dtype).reshape(x.B, x.T, x.N, x.Hv), lse.view(np.float32).reshape(x.B, x.T, x.N), report
 
 
-def backward(case: Case, inputs: Arrays, out, lse, cotangents, **options) -> tuple[Arrays, emulator.Report]:
+def backward(
+    case: Case, inputs: Arrays, out, lse, cotangents, arch: str = "sm_100a", **options
+) -> tuple[Arrays, emulator.Report]:
     """Gradients of query, key, value and sinks, and the report."""
     dtype = inputs["query"].dtype
     spec = make_spec(case, dtype)
     products = cotangents[0].astype(np.float32) * out.astype(np.float32)
     delta = (products.sum(-1) - cotangents[1].astype(np.float32)).swapaxes(1, 2)
     lse = np.ascontiguousarray(lse.swapaxes(1, 2))
-    arrays = [inputs["query"], inputs["key"], inputs["value"], cotangents[0], lse, delta]
-    if spec.mask_form == "rows":
-        visible = visibility(case, inputs)[:, 0]
-        for side in (visible, visible.swapaxes(1, 2)):
-            low, high = _intervals(side)
-            arrays += [low, high, _blocks(low, high, ROWS)]
-    results, report = run(cuda.make_backward_plan, spec, arrays, **options)
+    arrays = _arguments(spec, arch, case, inputs, grad_out=cotangents[0], lse=lse, delta=delta)
+    results, report = run(cuda.make_backward_plan, spec, arrays, arch, **options)
     names = ("query", "key", "value")
     gradients = {
         f"d_{name}": array.view(dtype).reshape(inputs[name].shape) for name, array in zip(names, results, strict=True)

@@ -12,6 +12,8 @@ import optax
 
 from emulator import attention_kernels
 from jax_fa_blackwell import attention, cuda, linen
+from jax_fa_blackwell.plan import attention as attention_plan
+from jax_fa_blackwell.plan.target import get_target
 
 STEPS = 20
 
@@ -27,6 +29,7 @@ def install(setattr_: Callable[[object, str, object], None]) -> list[str]:
 
     def execute(make_plan, spec, arrays, results, fallback, fallback_arguments):
         del fallback, fallback_arguments
+        given = attention_plan.arguments(spec, get_target("sm_100a"), "grad_out" in arrays)
 
         def call(*arrays):
             launched.append(make_plan.__name__)
@@ -35,7 +38,7 @@ def install(setattr_: Callable[[object, str, object], None]) -> list[str]:
                 array.view(result.dtype).reshape(result.shape) for array, result in zip(flat, results, strict=True)
             )
 
-        return jax.pure_callback(call, tuple(results), *arrays)
+        return jax.pure_callback(call, tuple(results), *cuda.make_arguments(given, arrays))
 
     setattr_(cuda, "execute", execute)
     setattr_(attention, "device_arch", lambda: "sm_100a")

@@ -37,7 +37,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, GridConstant, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_ptr
-from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
+from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.kernels.common import intervals, ptx
@@ -243,7 +243,7 @@ class ForwardKernel:
         if warp >= 4 * (tile.warpgroups - 1):
             self.pass_token(group)
         for wave in cutlass.range(work.waves(p), unroll=1):
-            batch, head, row, first_block, count = work.find(p, tile, blocks, work.item(wave))
+            batch, head, row, first_block, count = work.find_uniform(p, tile, blocks, work.item(wave))
             low0, high0 = intervals.interval(p, p.rows, p.columns, batch, row + lane_row, row_low, row_high)
             low1, high1 = intervals.interval(p, p.rows, p.columns, batch, row + lane_row + 8, row_low, row_high)
             cute.arch.sync_warp()  # together again: a wait must have one result for the whole warp
@@ -426,14 +426,6 @@ class ForwardKernel:
         return factor, value
 
 
-def nominal_tensor_map(pointer: cute.Pointer, element: type, extent: Int32):
-    """A tensor map argument for compilation; its contents are thrown away."""
-    box = [SLICE, TILE_ROWS, 1, 1]
-    return create_tensor_map_tiled(
-        pointer.toint(), element, [extent] * 4, [extent] * 3, box, swizzle=TensorMapSwizzle.s128b
-    )
-
-
 def build(name: str, options: dict):
     """The host function and its arguments for the DSL's compiler; the entry's symbol begins with ``name``."""
     tile = ForwardTile(**{f.name: options[f.name] for f in dataclasses.fields(ForwardTile)})
@@ -444,7 +436,7 @@ def build(name: str, options: dict):
 
     @cute.jit
     def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
-        maps = [nominal_tensor_map(f32, element, n) for _ in range(3)]
+        maps = [instructions.nominal_tensor_map(f32, element, n) for _ in range(3)]
         forward.kernel(*maps, f32, f32, i32, i32, i32, i32, i32, f32, x, x, (n,) * len(Params.NAMES)).launch(
             grid=(n, 1, 1), block=(tile.threads, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1
         )

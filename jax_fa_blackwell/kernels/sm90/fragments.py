@@ -27,7 +27,9 @@ def wait(pending: cutlass.Constexpr, *fragments):
 
 
 @cute.jit
-def multiply_dims(kind: cutlass.Constexpr, fragment, rows, columns, dims: cutlass.Constexpr, slice_bytes):
+def multiply_dims(
+    kind: cutlass.Constexpr, fragment, rows, columns, dims: cutlass.Constexpr, slice_bytes: cutlass.Constexpr
+):
     """D = A B^T over ``dims`` head dims, issued.
 
     Args:
@@ -38,14 +40,13 @@ def multiply_dims(kind: cutlass.Constexpr, fragment, rows, columns, dims: cutlas
       dims: summed, a multiple of 16.
       slice_bytes: distances of A's and of B's slices.
     """
-    a_first, b_first = instructions.descriptor(rows), instructions.descriptor(columns)
-    a, b = [], []
-    for step in cutlass.range_constexpr(dims // 16):
-        index, within = step // 4, (step % 4) * instructions.SLICE_STEP
-        a.append(a_first + (index * (slice_bytes[0] >> 4) + within))
-        b.append(b_first + (index * (slice_bytes[1] >> 4) + within))
+    offsets = [
+        [step // 4 * (size >> 4) + step % 4 * instructions.SLICE_STEP for step in range(dims // 16)]
+        for size in slice_bytes
+    ]
     count = cute.size(fragment)
-    results = instructions.multiply(kind, 2 * count, a, b)
+    a, b = instructions.descriptor(rows), instructions.descriptor(columns)
+    results = instructions.multiply(kind, 2 * count, (a, offsets[0]), b, offsets[1])
     for i in cutlass.range_constexpr(count):
         fragment[i] = results[i]
 
@@ -53,14 +54,14 @@ def multiply_dims(kind: cutlass.Constexpr, fragment, rows, columns, dims: cutlas
 @cute.jit
 def multiply_rows(kind: cutlass.Constexpr, fragment, weights, rows, slice_bytes: cutlass.Constexpr):
     """D += W B over the rows of B, issued; W packed by ``pack``, B at the address ``rows``."""
-    first = instructions.descriptor(rows, slice_bytes)
-    a, b = [], []
-    for step in cutlass.range_constexpr(cute.size(weights) // 4):
-        a.append([weights[4 * step + i] for i in range(4)])
-        b.append(first + step * instructions.ROW_STEP)
+    steps = cute.size(weights) // 4
+    a = [[weights[4 * step + i] for i in range(4)] for step in range(steps)]
+    b = instructions.descriptor(rows, slice_bytes)
+    offsets = [step * instructions.ROW_STEP for step in range(steps)]
     count = cute.size(fragment)
-    accumulator = [fragment[i] for i in range(count)]
-    results = instructions.multiply(kind, 2 * count, a, b, rows_summed=True, accumulator=accumulator)
+    results = instructions.multiply(
+        kind, 2 * count, a, b, offsets, rows_summed=True, accumulator=[fragment[i] for i in range(count)]
+    )
     for i in cutlass.range_constexpr(count):
         fragment[i] = results[i]
 

@@ -17,6 +17,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.arch import inline_ptx
+from cutlass.experimental.cuda.tensor_map import TensorMapSwizzle, create_tensor_map_tiled
+
+from jax_fa_blackwell.plan.hopper import SLICE, TILE_ROWS
 
 SLICE_STEP = 32 >> 4
 """What one step of 16 summed columns adds to the descriptor of a slice."""
@@ -37,14 +40,15 @@ def descriptor(address: Int32, slice_bytes: int = 16) -> Int64:
     return Int64(fixed) | Int64((address >> 4) & 0x3FFF)
 
 
-def multiply(kind: str, columns: int, a: Sequence, b: Sequence, *, rows_summed: bool = False, accumulator=None):
+def multiply(kind: str, columns: int, a, b: Int64, b_offsets: Sequence[int], *, rows_summed=False, accumulator=None):
     """D (+)= sum of A_s B_s over steps of 16, committed as one group and not awaited; returns D's registers.
 
     Args:
       kind: PTX name of the 16-bit type.
       columns: of D, a multiple of 8 up to 256.
-      a: for each step the descriptor of 64 rows by 16 summed columns, or a list of four registers.
-      b: for each step the descriptor of B: [columns, summed], or [summed, columns] with ``rows_summed``.
+      a: 64 rows of A: descriptor and what each step adds to it, or for each step a list of four registers.
+      b: descriptor of B: [columns, summed], or [summed, columns] with ``rows_summed``.
+      b_offsets: what each step adds to it.
       rows_summed: the layout of B.
       accumulator: registers to add to; None begins from zero.
     """
@@ -53,28 +57,36 @@ def multiply(kind: str, columns: int, a: Sequence, b: Sequence, *, rows_summed: 
     inputs = [] if begins else [Float32(x).ir_value() for x in accumulator]
     constraints = [] if begins else [str(i) for i in range(count)]
     d = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
-    # D's earlier values stand between the results and the operands of the steps.
-    lines = []
-    for step, (left, right) in enumerate(zip(a, b, strict=True)):
-        at = count + len(inputs)
-        if isinstance(left, list):
-            text, layout = "{" + ", ".join(f"${at + i}" for i in range(4)) + "}", f"{int(rows_summed)}"
-            inputs += [Uint32(x).ir_value() for x in left]
-            constraints += ["r"] * 4
-        else:
-            text, layout = f"${at}", f"0, {int(rows_summed)}"
-            inputs.append(Int64(left).ir_value())
-            constraints.append("l")
-        scale = "none" if begins and step == 0 else "all"
-        lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {d}, {text}, ${count + len(inputs)}, "
-            f"{scale}, 1, 1, {layout};"
-        )
-        inputs.append(Int64(right).ir_value())
+    # D's earlier values stand between the results and the other operands.
+    b_operand = f"${count + len(inputs)}"
+    inputs.append(Int64(b).ir_value())
+    constraints.append("l")
+    a_offsets = None
+    if isinstance(a, tuple):
+        first, a_offsets = a
+        a_operand = f"${count + len(inputs)}"
+        inputs.append(Int64(first).ir_value())
         constraints.append("l")
-    predicates = "{ .reg .pred all, none; setp.eq.b32 all, 0, 0; setp.ne.b32 none, 0, 0;"
-    text = " ".join([predicates, "wgmma.fence.sync.aligned;", *lines, "wgmma.commit_group.sync.aligned; }"])
-    return _in_place(text, count, inputs, constraints)
+    # Descriptors are added up here, next to their use: a compiler would keep all of them in registers over a loop.
+    lines = [
+        "{ .reg .pred all, none; .reg .b64 a, b; setp.eq.b32 all, 0, 0; setp.ne.b32 none, 0, 0;",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for step, offset in enumerate(b_offsets):
+        lines.append(f"add.s64 b, {b_operand}, {offset};")
+        if a_offsets is not None:
+            lines.append(f"add.s64 a, {a_operand}, {a_offsets[step]};")
+            left, layout = "a", f"0, {int(rows_summed)}"
+        else:
+            at = count + len(inputs)
+            left, layout = "{" + ", ".join(f"${at + i}" for i in range(4)) + "}", f"{int(rows_summed)}"
+            inputs += [Uint32(x).ir_value() for x in a[step]]
+            constraints += ["r"] * 4
+        scale = "none" if begins and step == 0 else "all"
+        shape = f"m64n{columns}k16.f32.{kind}.{kind}"
+        lines.append(f"wgmma.mma_async.sync.aligned.{shape} {d}, {left}, b, {scale}, 1, 1, {layout};")
+    lines.append("wgmma.commit_group.sync.aligned; }")
+    return _in_place(" ".join(lines), count, inputs, constraints)
 
 
 def wait(pending: int, accumulator: Sequence) -> list[Float32]:
@@ -101,6 +113,14 @@ def tma_load(destination: Int32, tensor_map: Int64, coordinates, barrier: Int32)
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[{$r0}], [{$r1}, {{$r3}, {$r4}, {$r5}, {$r6}}], [{$r2}];",
         read_only_args=[destination, tensor_map, barrier, *[Int32(c) for c in coordinates]],
+    )
+
+
+def nominal_tensor_map(pointer, element: type, extent: Int32):
+    """A tensor map argument for compilation; its contents are thrown away."""
+    box = [SLICE, TILE_ROWS, 1, 1]
+    return create_tensor_map_tiled(
+        pointer.toint(), element, [extent] * 4, [extent] * 3, box, swizzle=TensorMapSwizzle.s128b
     )
 
 

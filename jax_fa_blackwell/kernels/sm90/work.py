@@ -52,6 +52,14 @@ def find(p, tile: cutlass.Constexpr, blocks: cute.Pointer, index):
     return batch, head, row, first, cutlass.max(end - first, 0)
 
 
+@cute.jit
+def find_uniform(p, tile: cutlass.Constexpr, blocks: cute.Pointer, index):
+    """As ``find``, for whole warps: what is known to be the same in all lanes needs no register in each."""
+    batch, head, row, first, count = find(p, tile, blocks, index)
+    uniform = cute.arch.make_warp_uniform
+    return uniform(batch), uniform(head), uniform(row), uniform(first), uniform(count)
+
+
 def advance(stages: int, stage, phase):
     """The next stage of a ring and its phase."""
     wrapped = Int32(stage + 1 == stages)
