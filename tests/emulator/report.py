@@ -91,7 +91,7 @@ class TraceRow:
       begin, end: half open.
       line: the PTX line at which a run ended, that waits, or that issued the operation.
       kind: "run", "wait"; of an operation in flight, from its issue by this warp to its completion: "copy" (bulk and
-        TMA), "tensor" (tcgen05), "launch" (cluster launch control) or "other".
+        TMA), "tensor" (tcgen05, wgmma), "launch" (cluster launch control) or "other".
     """
 
     cluster: int

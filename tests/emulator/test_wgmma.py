@@ -149,6 +149,23 @@ def test_trace_and_mix():
     assert all(row.end > row.begin for row in rows)
 
 
+def test_events_for_a_race_checker():
+    """Shared memory is read by the tensor core in the async proxy, by each warp: its 16 rows of A, and all of B."""
+    steps, warps = 2, 4
+    inputs = inputs_of(Case(Form("bf16", n=16, steps=steps), "128B"))
+    _, report = launch(inputs, check=emulator.Checks(events=True))
+    a_runs, b_runs = 15, 15  # 16 rows of 32 bytes; swizzling puts the eighth at the end of its atom, beside the ninth
+    want = {
+        "shared read async": steps * warps * (a_runs + b_runs),
+        "issue": steps * warps,
+        "complete": steps * warps,
+        "group_wait": warps * 32,
+        "fence_proxy_async": warps * 32,
+    }
+    assert {name: report.events.get(name) for name in want} == want
+    assert not any(name.startswith("shared read generic") for name in report.events)
+
+
 # ---------------------------------------------------------------- the kernel DSL's GEMM
 
 AXES = {

@@ -6,6 +6,7 @@ The kernel is the one that a GPU recorded (silicon/wgmma.py), so that a test may
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -145,9 +146,12 @@ def make_inputs(case: Case, a: list[np.ndarray], b: list[np.ndarray], start: np.
 
 
 def launch(
-    inputs: Inputs, *, mode: str = "random", seed: int = 0, text: str = "", threads: int = THREADS, trace: str = ""
+    inputs: Inputs, *, mode: str = "random", seed: int = 0, text: str = "", threads: int = THREADS, **options: Any
 ) -> tuple[np.ndarray, emulator.Report]:
-    """The accumulator [64, N] that the kernel (or a changed text of it) leaves, and the report. Raises Verdict."""
+    """The accumulator [64, N] that the kernel (or a changed text of it) leaves, and the report. Raises Verdict.
+
+    `options` go to `Program.launch`.
+    """
     form = inputs.case.form
     out = np.zeros((THREADS, form.words), np.uint32)
     report = emulator.load(text or inputs.text).launch(
@@ -155,6 +159,6 @@ def launch(
         block=(threads, 1, 1),
         params=[inputs.image, inputs.descriptors, inputs.fragments, to_fragments(inputs.start, form.d), out],
         schedule=emulator.Schedule(seed=seed, async_=mode),
-        trace=trace or None,
+        **options,
     )
     return from_fragments(out, form.n, form.d), report

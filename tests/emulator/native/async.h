@@ -47,8 +47,6 @@ class AsyncQueue {
   uint64_t submit(Cluster& cluster, std::unique_ptr<AsyncOp> op);
   bool empty() const { return live_.empty(); }
   size_t size() const { return live_.size(); }
-  /// The id that the next operation will get.
-  uint64_t next_id() const { return next_; }
   /// True once the operation has completed.
   bool complete(uint64_t id) const { return live_.find(id) == live_.end(); }
   /// Advances one operation that may start now (by the rng); false if there is none.

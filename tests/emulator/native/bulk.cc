@@ -10,12 +10,6 @@ void notify(Cluster& cluster, const AsyncOp& op, Access access, Region region, u
   observer->memory({op.agent, op.proxy, access, region, address, bytes, op.id, cluster.order++, op.line});
 }
 
-void notify(Cluster& cluster, const AsyncOp& op, SyncKind kind, uint64_t object, int64_t value) {
-  Observer* observer = cluster.grid->observer;
-  if (observer == nullptr) return;
-  observer->sync({kind, op.agent, object, 0, value, op.id, cluster.order++, op.line});
-}
-
 namespace {
 
 uint8_t* host(uint64_t address) { return reinterpret_cast<uint8_t*>(address); }
@@ -154,9 +148,7 @@ bool BulkLoad::advance(Cluster& cluster) {
   const uint32_t bytes = global.bytes();
   cluster.tma_bytes_in += bytes;
   target.barrier_cta->barriers.complete_tx(*target.barrier_cta, target.barrier, bytes);
-  const bool last = next_ == targets.size();
-  if (last) notify(cluster, *this, SyncKind::complete, id, bytes);
-  return last;
+  return next_ == targets.size();
 }
 
 bool BulkLoad::needs_cta(uint32_t rank) const {
@@ -221,7 +213,6 @@ bool BulkStore::advance(Cluster& cluster) {
   write(cluster);
   cluster.tma_bytes_out += global.bytes();
   --group->unfinished;
-  notify(cluster, *this, SyncKind::complete, id, global.bytes());
   cluster.wake();
   return true;
 }

@@ -84,6 +84,5 @@ class BulkStore : public AsyncOp {
 
 /// Reports a memory event to the launch's observer, if there is one.
 void notify(Cluster& cluster, const AsyncOp& op, Access access, Region region, uint64_t address, uint64_t bytes);
-void notify(Cluster& cluster, const AsyncOp& op, SyncKind kind, uint64_t object, int64_t value);
 
 }  // namespace emu

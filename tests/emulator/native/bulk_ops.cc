@@ -147,8 +147,6 @@ void submit(Warp& warp, int lane, std::unique_ptr<AsyncOp> op) {
   op->agent.engine = Engine::tma;
   op->proxy = Proxy::async;
   op->line = warp.line;
-  op->id = warp.cta->cluster->async.next_id();
-  notify(*warp.cta->cluster, *op, SyncKind::issue, 0, 0);
   warp.cta->cluster->async.submit(*warp.cta->cluster, std::move(op));
 }
 

@@ -305,6 +305,18 @@ std::vector<uint8_t> SharedOperand::gather(const uint8_t* shared) const {
   return packed;
 }
 
+std::vector<uint8_t> SharedOperand::snapshot(const uint8_t* shared) const {
+  std::vector<uint8_t> bytes(units.size() * kUnitBytes);
+  for (size_t i = 0; i < units.size(); ++i) std::memcpy(bytes.data() + i * kUnitBytes, shared + units[i], kUnitBytes);
+  return bytes;
+}
+
+bool SharedOperand::unchanged(const uint8_t* shared, const std::vector<uint8_t>& snapshot) const {
+  for (size_t i = 0; i < units.size(); ++i)
+    if (std::memcmp(snapshot.data() + i * kUnitBytes, shared + units[i], kUnitBytes) != 0) return false;
+  return true;
+}
+
 char layout_letter(const InstructionDescriptor& d, int cta_group, bool ws) {
   if (cta_group == 2) return d.m == 256 ? 'A' : 'B';
   if (d.m == 128) return 'D';

@@ -71,6 +71,9 @@ struct SharedOperand {
   SharedOperand part(int first, int count) const;
   /// `shared` is indexed by the units' offsets. The result has `rows` rows of kRowBytes, one container an element.
   std::vector<uint8_t> gather(const uint8_t* shared) const;
+  /// The units' bytes as they lie in memory, and whether they are still the same: cheaper than to gather them again.
+  std::vector<uint8_t> snapshot(const uint8_t* shared) const;
+  bool unchanged(const uint8_t* shared, const std::vector<uint8_t>& snapshot) const;
 };
 
 /// Consecutive rows of D, in consecutive lanes: D[row + i][n + j] lies in lane + i, column j of the accumulator.

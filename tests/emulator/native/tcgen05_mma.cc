@@ -410,9 +410,8 @@ class CommitOp final : public AsyncOp {
  public:
   std::vector<std::pair<Cta*, uint32_t>> targets;
 
-  bool advance(Cluster& cluster) override {
+  bool advance(Cluster&) override {
     for (const auto& [target, offset] : targets) target->barriers.arrive(*target, offset, 1);
-    notify(cluster, *this, SyncKind::complete, id, 0);
     return true;
   }
   bool needs_cta(uint32_t rank) const override {
@@ -459,8 +458,6 @@ void issue_commit(Warp& warp, const CommitData& d, int lane) {
     if (earlier->thread == thread) op->after.push_back(earlier->id);
   // A thread's commits signal in order of issue: kernels count on the last one, and the tensor pipe is a queue.
   op->pipe = cluster.async.pipe(uint64_t{1} << 49 | thread);
-  op->id = cluster.async.next_id();
-  notify(cluster, *op, SyncKind::issue, 0, 0);
   cluster.async.submit(cluster, std::move(op));
 }
 

@@ -209,7 +209,6 @@ bool TensorOp::advance(Cluster& cluster) {
   execute(cluster);
   notify_rects(cluster, agent, reads, Access::read, id, line);
   notify_rects(cluster, agent, writes, Access::write, id, line);
-  notify(cluster, *this, SyncKind::complete, id, 0);
   operations.erase(std::find(operations.begin(), operations.end(), this));
   return true;
 }
@@ -258,8 +257,6 @@ void submit(Warp& warp, int lane, std::unique_ptr<TensorOp> op) {
   // A thread's MMAs run in order of issue; a copy may overtake them.
   if (op->order == TensorOrder::mma || op->order == TensorOrder::shift) op->pipe = cluster.async.pipe(uint64_t{1} << 48 | op->thread);
   pipe.operations.push_back(op.get());
-  op->id = cluster.async.next_id();
-  notify(cluster, *op, SyncKind::issue, 0, 0);
   cluster.async.submit(cluster, std::move(op));
 }
 

@@ -51,7 +51,7 @@ struct WgmmaWork {
   bool accumulate = false;
   std::array<SharedOperand, 4> a;             // rows of each warp; empty for A in registers
   SharedOperand b;
-  std::vector<uint8_t> packed_b;              // as the first warp's operation found it, ...
+  std::vector<uint8_t> snapshot_b;            // as the first warp's operation found it, ...
   std::optional<Multiplicand> decoded_b;      // ... decoded
   int landed = 0;                             // warps whose operation has landed
 };
@@ -95,16 +95,17 @@ std::vector<uint8_t> WgmmaOp::rows_of_a(Cluster& cluster) {
 
 const Multiplicand& WgmmaOp::columns_of_b(Cluster& cluster, std::optional<Multiplicand>* own) {
   notify_units(cluster, *this, *warp->cta, work->b.units);
-  std::vector<uint8_t> packed = work->b.gather(warp->cta->shared);
-  auto decode = [&](std::optional<Multiplicand>* out, const std::vector<uint8_t>& bytes) -> const Multiplicand& {
-    return out->emplace(Multiplicand::Side::inner, data->b, data->negate_b, bytes.data(), data->n, data->k, mma::kRowBytes);
+  const uint8_t* shared = warp->cta->shared;
+  auto decode = [&](std::optional<Multiplicand>* out) -> const Multiplicand& {
+    const std::vector<uint8_t> packed = work->b.gather(shared);
+    return out->emplace(Multiplicand::Side::inner, data->b, data->negate_b, packed.data(), data->n, data->k, mma::kRowBytes);
   };
   if (!work->decoded_b) {
-    work->packed_b = std::move(packed);
-    return decode(&work->decoded_b, work->packed_b);
+    work->snapshot_b = work->b.snapshot(shared);
+    return decode(&work->decoded_b);
   }
   // Memory may have changed between the operations of two warps.
-  return packed == work->packed_b ? *work->decoded_b : decode(own, packed);
+  return work->b.unchanged(shared, work->snapshot_b) ? *work->decoded_b : decode(own);
 }
 
 void WgmmaOp::load_accumulator(Matrix& c) const {
@@ -176,9 +177,8 @@ bool WgmmaOp::advance(Cluster& cluster) {
   if (++work->landed == 4) {
     cluster.count_mma(data->name);
     work->decoded_b.reset();
-    work->packed_b = {};
+    work->snapshot_b = {};
   }
-  notify(cluster, *this, SyncKind::complete, id, 0);
   return true;
 }
 
@@ -341,10 +341,8 @@ Step run_mma(Warp& warp, const Instruction& in, uint32_t mask) {
   op->line = in.line;
   // A warp's wgmma land in order of issue.
   op->pipe = cluster.async.pipe(uint64_t{1} << 51 | static_cast<uint64_t>(warp.cta->rank) << 16 | static_cast<uint64_t>(warp.index));
-  op->id = cluster.async.next_id();
   state.open = {state.issued, state.group->passed[static_cast<size_t>(warp.index) % 4], in.line, step.work};
   pass(warp);
-  notify(cluster, *op, SyncKind::issue, 0, 0);
   cluster.async.submit(cluster, std::move(op));
   return Step::next;
 }
