@@ -190,7 +190,6 @@ def manual_over(axis, function, mesh):
 @pytest.mark.parametrize(
     ("kind", "axis", "implementation"),
     [
-        (AxisType.Auto, "data", "xla"),
         (AxisType.Auto, "model", "xla"),
         (AxisType.Explicit, "data", "xla"),
         (AxisType.Explicit, "model", "cuda"),
