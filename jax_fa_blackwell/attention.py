@@ -16,7 +16,7 @@ from jax_fa_blackwell.arguments import Arguments, check_arguments
 from jax_fa_blackwell.differentiation import Passes, attend, no_derivative
 from jax_fa_blackwell.masks import KvIntervals, MaskArguments, kv_intervals
 from jax_fa_blackwell.operands import Operands
-from jax_fa_blackwell.plan import forward as _forward_kernel  # noqa: F401 - it adds its rule to the kernels to choose from
+from jax_fa_blackwell.plan import attention as _kernels  # noqa: F401 - each kernel adds its rule to those to choose from
 from jax_fa_blackwell.plan.spec import AttentionSpec, Choice, choose_implementation
 from jax_fa_blackwell.plan.target import arch_of_compute_capability
 

@@ -337,18 +337,17 @@ def _variants() -> list[KernelVariant]:
 
 
 def _hopper_variants() -> list[KernelVariant]:
-    forward = [(hopper_forward_name, "forward_sm90", tile) for tile in hopper.FORWARD_TILES]
-    backward = [(hopper_backward_name, "backward_sm90", tile) for passes in hopper.BACKWARD_PASSES for tile in passes]
-    return [
-        KernelVariant(
-            make_name(dtype, tile),
-            kernel,
-            tuple(sorted({**dataclasses.asdict(tile), "dtype": dtype}.items())),
-            (hopper.ARCH,),
-        )
-        for dtype in ("bfloat16", "float16")
-        for make_name, kernel, tile in forward + backward
-    ]
+    def variant(name: str, kernel: str, tile: hopper.ForwardTile | hopper.BackwardTile, dtype: str) -> KernelVariant:
+        options = {**dataclasses.asdict(tile), "dtype": dtype}
+        return KernelVariant(name, kernel, tuple(sorted(options.items())), (hopper.ARCH,))
+
+    out = []
+    for dtype in ("bfloat16", "float16"):
+        for tile in hopper.FORWARD_TILES:
+            out.append(variant(hopper_forward_name(dtype, tile), "forward_sm90", tile, dtype))
+        for tile in (tile for passes in hopper.BACKWARD_PASSES for tile in passes):
+            out.append(variant(hopper_backward_name(dtype, tile), "backward_sm90", tile, dtype))
+    return out
 
 
 def forward_name(dtype: str, query_tiles: int, soft_cap: bool, polynomial_every: int) -> str:
@@ -376,8 +375,7 @@ def hopper_backward_name(dtype: str, tile: hopper.BackwardTile) -> str:
 VARIANTS: dict[str, KernelVariant] = {variant.name: variant for variant in _variants()}
 
 SETS: dict[str, tuple[str, ...]] = {
-    # Hopper's kernels join when their gradients exist.
-    "core": tuple(name for name, variant in VARIANTS.items() if not variant.kernel.endswith("sm90")),
+    "core": tuple(VARIANTS),
     "hopper": tuple(name for name, variant in VARIANTS.items() if variant.kernel.endswith("sm90")),
     "forward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "forward_sm100"),
     "backward": tuple(name for name, variant in VARIANTS.items() if variant.kernel == "backward_sm100"),

@@ -9,7 +9,7 @@ from jax_fa_blackwell.plan import hopper, launch
 from jax_fa_blackwell.plan.account import Account
 from jax_fa_blackwell.plan.limits import common_limit
 from jax_fa_blackwell.plan.slices import LOG2_E, ROWS, WORK_ENTRY_BYTES, mask_scalars
-from jax_fa_blackwell.plan.spec import AttentionSpec
+from jax_fa_blackwell.plan.spec import KERNELS, AttentionSpec
 from jax_fa_blackwell.plan.target import Target
 
 CACHED_BYTES = 24 << 20
@@ -76,6 +76,9 @@ def supports(spec: AttentionSpec, target: Target) -> str | None:
     if target.arch != hopper.ARCH:
         return f"{target.arch} has no wgmma"
     return common_limit(spec, hopper.MAX_DIM)
+
+
+KERNELS["sm90"] = supports  # the backward takes what the forward takes
 
 
 def plan_forward(spec: AttentionSpec, target: Target) -> ForwardPlan:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from jax_fa_blackwell.kernels import registry
-from jax_fa_blackwell.plan import backward, forward, launch
+from jax_fa_blackwell.plan import attention, backward, forward, hopper, hopper_backward, hopper_forward, launch
 from jax_fa_blackwell.plan.account import format_accounts
 from jax_fa_blackwell.plan.slices import ROWS, SLICE
 from jax_fa_blackwell.plan.spec import AttentionSpec
@@ -18,19 +18,65 @@ _NO_CUBIN = "0" * 64, "none"
 
 def format_attention(spec: AttentionSpec, target: Target) -> str:
     """What the kernels do for a call that they take: forward, then backward."""
-    has_cap = spec.logits_soft_cap is not None
-    tiles = forward.plan_forward(spec, target)
-    passes = backward.plan_backward(spec, target)
-    names = {turned: registry.backward_name(spec.dtype, turned, has_cap) for turned in (False, True)}
-    cubins: dict[bool, tuple[str, str, str]] = {turned: (name, *_NO_CUBIN) for turned, name in names.items()}
-    return "\n".join(
-        (
-            *_format_forward(tiles),
-            format_plan(forward.launch_forward(tiles, tiles.kernel, *_NO_CUBIN)),
-            *_format_backward(passes),
-            format_plan(backward.launch_backward(passes, cubins)),
+    if target.arch == hopper.ARCH:
+        tiles, passes = hopper_forward.plan_forward(spec, target), hopper_backward.plan_backward(spec, target)
+        sections = _format_hopper_forward(tiles), _format_hopper_backward(passes)
+    else:
+        sections = (
+            _format_forward(forward.plan_forward(spec, target)),
+            _format_backward(backward.plan_backward(spec, target)),
         )
+    launches = [
+        format_plan(make(spec, target, lambda name: (name, *_NO_CUBIN)))
+        for make in (attention.launch_forward, attention.launch_backward)
+    ]
+    return "\n".join((*sections[0], launches[0], *sections[1], launches[1]))
+
+
+def _format_hopper_forward(plan: hopper_forward.ForwardPlan) -> list[str]:
+    tile = plan.tile
+    return _section(
+        "forward",
+        ("query tiles", f"{tile.rows} query rows, {hopper.TILE_ROWS} for each of {tile.warpgroups} warpgroups"),
+        ("KV blocks", f"{tile.columns} keys; made for head dims up to {tile.head_dim} and {tile.value_dim}"),
+        ("work items", f"{plan.items:,}, {plan.section:,} heads before the next"),
+        *_hopper_memories(plan, f"{tile.stages} blocks of keys and of values"),
+        ("cycles a tile", format_accounts([plan.account()])),
     )
+
+
+def _format_hopper_backward(passes: Sequence[hopper_backward.Pass]) -> list[str]:
+    lines = _section(
+        "backward",
+        ("passes", _products(passes)),
+        ("cycles a tile", format_accounts([one.account() for one in passes])),
+    )
+    for one in passes:
+        tile = one.tile
+        side, other = ("keys", "queries") if tile.transposed else ("query rows", "keys")
+        lines += _section(
+            f"  pass for {_results(tile.transposed, tile.has_c1, tile.has_c2)}",
+            ("tiles", f"{tile.rows} {side}, {hopper.TILE_ROWS} for each of {tile.warpgroups} warpgroups"),
+            ("blocks", f"{tile.columns} {other}; made for head dims up to {tile.head_dim} and {tile.value_dim}"),
+            *_hopper_memories(one, f"{tile.slots} blocks"),
+        )
+    return lines
+
+
+def _hopper_memories(plan: hopper_forward.ForwardPlan | hopper_backward.Pass, ring: str) -> list[tuple[str, str]]:
+    tile = plan.tile
+    used = f"{plan.shared_bytes:,} of {plan.target.shared_bytes:,} bytes"
+    registers = f"about {tile.registers} of {tile.consumer_registers} a thread"
+    return [("ring", ring), ("registers", registers), ("shared memory", used)]
+
+
+def _products(passes: Sequence[backward.Pass] | Sequence[hopper_backward.Pass]) -> str:
+    # A pass counts in products of the mean head dim; five is what one pass over everything would cost.
+    return f"{len(passes)}; {sum(one.gemms for one in passes):g} matrix products where one pass costs 5"
+
+
+def _results(transposed: bool, has_values: bool, has_scores: bool) -> str:
+    return ("dK" if has_scores else "") + ("dV" if has_values else "") if transposed else "dQ"
 
 
 def _format_forward(plan: forward.ForwardPlan) -> list[str]:
@@ -53,17 +99,14 @@ def _format_forward(plan: forward.ForwardPlan) -> list[str]:
 
 
 def _format_backward(passes: Sequence[backward.Pass]) -> list[str]:
-    # A pass counts in products of the mean head dim; five is what one pass over everything would cost.
-    products = sum(one.gemms for one in passes)
     lines = _section(
         "backward",
-        ("passes", f"{len(passes)}; {products:g} matrix products where one pass costs 5"),
+        ("passes", _products(passes)),
         ("cycles a tile", format_accounts([one.account() for one in passes])),
     )
     for one in passes:
-        results = ("dK" if one.score_part else "") + ("dV" if one.value_part else "") if one.transposed else "dQ"
         lines += _section(
-            f"  pass for {results}",
+            f"  pass for {_results(one.transposed, one.value_part > 0, one.score_part > 0)}",
             ("tiles", f"{ROWS} {'keys' if one.transposed else 'query rows'}"),
             ("parts", f"{one.parts}, each with its scores rebuilt" if one.parts > 1 else "1"),
             *_memories(one),

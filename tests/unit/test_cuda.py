@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fa_blackwell import custom_call, flash_attention, lowering
-from lowered import lower_for_cuda, named_cubins
+from jax_fa_blackwell.plan.launch import Launch, Pointer, Program, TensorMap
+from lowered import launches, lower_for_cuda, named_cubins
 
 SHAPES = ((2, 256, 4, 96), (2, 200, 2, 96), (2, 200, 2, 64))
 
@@ -138,7 +139,33 @@ def test_remat_that_saves_the_results_runs_no_forward_again(blackwell):
     assert calls(lowered(jax.value_and_grad(jax.checkpoint(loss), (0, 1, 2)))) == 3
 
 
-def test_hopper_has_no_kernel_yet(monkeypatch):
+def test_what_an_architecture_does_not_take_is_named(monkeypatch):
     monkeypatch.setenv(lowering.ARCH_VARIABLE, "sm_90a")
-    with pytest.raises(NotImplementedError, match="sm_90a has no Tensor Memory"):
-        lowered(lambda *arrays: attend(*arrays))  # a new function: JAX has traced attend before
+    with pytest.raises(NotImplementedError, match="head_dim must be a multiple of 8 from 8 to 256; got 288"):
+        lowered(lambda *arrays: attend(*(jnp.tile(array, 3) for array in arrays)))
+
+
+def operands(program: Program) -> set[int]:
+    """Numbers of the operands that a program's launches are given."""
+    params = [param for step in program.steps if isinstance(step, Launch) for param in step.params]
+    return {param.operand for param in params if isinstance(param, TensorMap | Pointer)}
+
+
+def test_row_intervals_are_listed_for_each_architecture():
+    """One call for Blackwell and Hopper: the operands of both, each once, and each program's numbers into them."""
+
+    def masked(query, key, value):
+        lengths = jnp.array([200, 17], jnp.int32)
+        return flash_attention(query, key, value, key_value_seq_lengths=lengths, implementation="cuda")
+
+    with named_cubins("sm_100a,sm_90a"):
+        gradient = jax.grad(lambda *arrays: masked(*arrays).astype(jnp.float32).sum(), (0, 1, 2))
+        plans = launches(lowered(gradient))
+    for plan in plans:
+        assert [program.arch for program in plan.programs] == ["sm_100a", "sm_90a"]
+        first, second = map(operands, plan.programs)
+        everything = set(range(len(plan.argument_bytes) + len(plan.result_bytes)))
+        assert first | second == everything
+        assert first - second  # a list for Blackwell's tiles
+        assert second - first  # and one for Hopper's
+        assert {index for index in everything if index >= len(plan.argument_bytes)} <= first & second

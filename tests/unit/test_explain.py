@@ -11,7 +11,7 @@ import pytest
 from jax_fa_blackwell import explain as explain_module
 from jax_fa_blackwell.cubins import Cubin
 from jax_fa_blackwell.explain import explain, format_plan, main
-from jax_fa_blackwell.plan import backward, delta, forward
+from jax_fa_blackwell.plan import backward, delta, forward, hopper_backward, hopper_forward
 from jax_fa_blackwell.plan import spec as spec_module
 from jax_fa_blackwell.plan.launch import Bytes, Fill, Float32, Int32, Launch, LaunchPlan, Pointer, Program, TensorMap
 from jax_fa_blackwell.plan.target import get_target
@@ -97,6 +97,23 @@ def test_plan_of_the_kernels_is_shown(kernel):
     assert "matrix products where one pass costs 5" in text
     assert re.search(r"launch forward_sm100_bfloat16_\dtile\w*\n +cubin +found when a program is lowered", text)
     assert re.search(r" query_length=300 key_value_length=400\s", text)
+
+
+def test_plan_of_the_hopper_kernels_is_shown():
+    query, key, value = struct(2, 300, 8, 160), struct(2, 400, 4, 160), struct(2, 400, 4, 64)
+    explanation = explain(query, key, value, is_causal=True, arch="sm_90a")
+    assert explanation.reason == "kernel sm90 on sm_90a"
+    target = get_target("sm_90a")
+    text = str(explanation)
+    for plan in (
+        hopper_forward.plan_forward(explanation.spec, target),
+        *hopper_backward.plan_backward(explanation.spec, target),
+    ):
+        assert f"launch {plan.kernel}\n" in text
+        assert f"{plan.shared_bytes:,} of {target.shared_bytes:,} bytes" in text
+        assert f"about {plan.tile.registers} of {plan.tile.consumer_registers} a thread" in text
+    assert "3; 11.4286 matrix products where one pass costs 5" in text  # 8 of 160 x 160 for those of 160 x 64
+    assert re.search(r" rows=300 columns=400\s", text)
 
 
 def test_requested_implementation(kernel):

@@ -75,9 +75,7 @@ def test_one_artefact_for_every_architecture_and_cpu():
     assert exported.platforms == ("cuda", "cpu")
     plans = launches(exported.mlir_module())
     arches = {plan.name.split("_")[0]: [program.arch for program in plan.programs] for plan in plans}
-    # Attention has no kernels for Hopper yet; delta has.
-    blackwell = ["sm_100a", "sm_103a"]
-    assert arches == {"forward": blackwell, "delta": [*blackwell, "sm_90a"], "backward": blackwell}
+    assert arches == {name: ["sm_100a", "sm_103a", "sm_90a"] for name in ("forward", "delta", "backward")}
 
 
 def test_arches_are_the_callers():
@@ -86,7 +84,7 @@ def test_arches_are_the_callers():
         return [[program.arch for program in plan.programs] for plan in launches(exported.mlir_module())]
 
     assert programs("sm_103a") == [["sm_103a"]] * 3
-    assert programs("sm_90a") == []  # the XLA path: the default choice is made for what it is lowered for
+    assert programs("sm_90a") == [["sm_90a"]] * 3
     with pytest.raises(ValueError, match=r"arch must be one of .*; got 'sm_80'"):
         aot.serialize(gradient, *INPUTS, arches=["sm_80"])
     with pytest.raises(ValueError, match=r"arches must have at least one name, of .*; got \(\)"):
@@ -135,7 +133,7 @@ def test_loads_in_a_fresh_process_without_the_dsl(tmp_path):
         np.testing.assert_array_equal(results[name], np.asarray(expected, np.float32))
     for path in other.glob("*.cubin"):
         assert hashlib.sha256(path.read_bytes()).hexdigest() == path.stem
-    assert len(list(other.glob("*.cubin"))) == 9  # forward, dQ, dK and dV on two architectures, delta on three
+    assert len(list(other.glob("*.cubin"))) == 12  # forward, dQ, dK and dV, and delta, on three architectures
 
 
 def test_cubins_are_embedded_on_request(cache):
