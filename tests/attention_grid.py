@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import ml_dtypes
 import numpy as np
 
-from attention_cases import Case, Shape
+import attention_cases
+from attention_cases import Arrays, Case, Shape
 
 LENGTHS = (1, 2, 7, 31, 64, 65, 100, 127, 128, 129, 150, 200, 255, 256, 257, 300, 384)
 # Those that people come for are frequent; the rest is any multiple of 8.
@@ -52,3 +56,30 @@ def random_case(seed: int) -> tuple[Case, float]:
         sinks=bool(rng.random() < 0.2),
     )
     return case, float(pick((1.0, 1.0, 1.0, 4.0, 50.0)))
+
+
+def check(case: Case, magnitude: float, seed: int, evaluate: Callable[..., dict[str, np.ndarray]]) -> None:
+    """Asserts that ``evaluate(case, inputs, cotangents)`` passes, with poison wherever nothing may look."""
+    dtype = ml_dtypes.bfloat16 if seed % 3 else np.float16
+    inputs = attention_cases.make_inputs(case, seed, dtype, magnitude)
+    cotangents = attention_cases.make_cotangents(case, seed, dtype)
+    expected = attention_cases.definition(case, inputs, cotangents)
+    plain = attention_cases.yardstick(case, inputs, cotangents, tensor_core_einsum)
+    poisoned: tuple[Arrays, tuple[np.ndarray, np.ndarray]] = attention_cases.poison(case, inputs, cotangents)
+    attention_cases.check_results(case, evaluate(case, *poisoned), expected, plain)
+
+
+def tensor_core_einsum(equation: str, query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Scores as a tensor core sums them: exactly within 16 head dims, then truncated to float32.
+
+    Its window has one bit more than float32, so this is the yardstick of any computation on the hardware, not of the
+    kernel alone.
+    """
+    total = np.zeros(())
+    for first in range(0, query.shape[-1], 16):
+        part = slice(first, first + 16)
+        total = total + np.einsum(equation, query[..., part].astype(np.float64), key[..., part].astype(np.float64))
+        rounded = total.astype(np.float32)
+        total = np.where(np.abs(rounded) > np.abs(total), np.nextafter(rounded, np.float32(0)), rounded)
+        total = total.astype(np.float64)
+    return total.astype(np.float32)

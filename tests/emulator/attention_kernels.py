@@ -13,6 +13,7 @@ import numpy as np
 
 import emulator
 from attention_cases import Arrays, Case, visibility
+from attention_grid import tensor_core_einsum
 from jax_fa_blackwell import cuda, export
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.masks import MaskArguments, kv_intervals
@@ -23,6 +24,8 @@ from jax_fa_blackwell.plan.target import get_target
 
 CACHE = pathlib.Path(__file__).resolve().parents[2] / "build" / "emulator-kernels"
 SETS = ("forward", "backward", "hopper")
+
+__all__ = ["backward", "evaluate", "forward", "kernel_text", "make_spec", "prepare", "run", "tensor_core_einsum"]
 
 
 @functools.cache
@@ -151,19 +154,3 @@ def evaluate(case: Case, inputs: Arrays, cotangents, **options) -> dict[str, np.
     out, lse, _ = forward(case, inputs, **options)
     gradients, _ = backward(case, inputs, out, lse, cotangents, **options)
     return {"out": out, "lse": lse, **gradients}
-
-
-def tensor_core_einsum(equation: str, query: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Scores as a tensor core sums them: exactly within 16 head dims, then truncated to float32.
-
-    Its window has one bit more than float32, so this is the yardstick of any computation on the hardware, not of the
-    kernel alone.
-    """
-    total = np.zeros(())
-    for first in range(0, query.shape[-1], 16):
-        part = slice(first, first + 16)
-        total = total + np.einsum(equation, query[..., part].astype(np.float64), key[..., part].astype(np.float64))
-        rounded = total.astype(np.float32)
-        total = np.where(np.abs(rounded) > np.abs(total), np.nextafter(rounded, np.float32(0)), rounded)
-        total = total.astype(np.float64)
-    return total.astype(np.float32)

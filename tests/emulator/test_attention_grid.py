@@ -1,12 +1,11 @@
 """The Blackwell kernels' PTX over shapes, masks and options, forward and backward, by the rule of attention_cases."""
 
-import ml_dtypes
-import numpy as np
+import functools
+
 import pytest
 
-import attention_cases
+import attention_grid
 import emulator
-from attention_grid import random_case
 from emulator import attention_kernels
 from jax_fa_blackwell import export
 
@@ -20,15 +19,9 @@ LONG_SWEEP = 3000
 
 
 def check(seed: int, schedule: emulator.Schedule):
-    case, magnitude = random_case(seed)
-    dtype = ml_dtypes.bfloat16 if seed % 3 else np.float16
-    inputs = attention_cases.make_inputs(case, seed, dtype, magnitude)
-    cotangents = attention_cases.make_cotangents(case, seed, dtype)
-    expected = attention_cases.definition(case, inputs, cotangents)
-    plain = attention_cases.yardstick(case, inputs, cotangents, attention_kernels.tensor_core_einsum)
-    poisoned = attention_cases.poison(case, inputs, cotangents)
-    results = attention_kernels.evaluate(case, *poisoned, schedule=schedule)
-    attention_cases.check_results(case, results, expected, plain)
+    attention_grid.check(
+        *attention_grid.random_case(seed), seed, functools.partial(attention_kernels.evaluate, schedule=schedule)
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
