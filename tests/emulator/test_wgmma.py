@@ -298,6 +298,36 @@ def test_shared_memory_is_read_until_the_wait():
     np.testing.assert_array_equal(lazy, kept)
 
 
+def test_each_warp_reads_b_for_itself():
+    """The first warp clears B after its own product has run and before the other warps issue theirs."""
+    inputs = inputs_of(RS)
+    clear = "".join(f"    st.shared.b32 [tile+{i}], 0;\n" for i in range(0, inputs.image.size, 4))
+    text = changed(
+        inputs,
+        (FENCE, "setp.lt.u32 p5, %t, 32;\n    @p5 bra GO;\n    bar.sync 1, 128;\nGO:\n    wgmma.fence.sync.aligned;"),
+        (COMMIT, f"wgmma.commit_group.sync.aligned;\n    @!p5 bra HELD;\n{clear}    bar.sync 1, 128;\nHELD:"),
+    )
+    out, _ = launch(inputs, mode="eager", text=text)
+    np.testing.assert_array_equal(out[:16], inputs.expected()[:16])
+    np.testing.assert_array_equal(out[16:], inputs.start[16:])
+
+
+def test_scale_d_may_be_negated():
+    inputs = inputs_of(SS)
+    text = changed(inputs, (FENCE, "setp.ne.u32 p3, 0, 0;\n    wgmma.fence.sync.aligned;"), ("p1, 1, 1", "!p3, 1, 1"))
+    out, _ = launch(inputs, text=text)
+    np.testing.assert_array_equal(out, inputs.expected())
+
+
+def test_registers_may_be_touched_before_the_fence():
+    inputs = inputs_of(RS)
+    touch = "add.u32 r9, acc0, 1;\n    mov.b32 acc1, acc1;\n    add.u32 r9, frag0, 1;\n    mov.b32 frag5, frag5;"
+    text = changed(inputs, (FENCE, f"wgmma.fence.sync.aligned;\n    {touch}\n    wgmma.fence.sync.aligned;"))
+    for mode in MODES:
+        out, _ = launch(inputs, mode=mode, text=text)
+        np.testing.assert_array_equal(out, inputs.expected())
+
+
 def two_groups(waits: str) -> tuple[Inputs, str]:
     """The second product goes to an accumulator and a group of its own; `waits` ends the text before the stores."""
     inputs = inputs_of(SS)
@@ -469,6 +499,12 @@ def test_a_warp_that_has_ended():
         with pytest.raises(emulator.Verdict, match=r"has ended|not all have executed this instruction") as info:
             launch(inputs, mode=mode, seed=seed, text=changed(inputs, gone))
         assert info.value.fault == "warpgroup" or "other warps of its warpgroup" in str(info.value.waiting)
+
+
+def test_a_warp_that_skips_a_fence():
+    """Nothing is in flight, but three warps wait for the fourth, as far as the ISA says."""
+    end = (r"\sret;", f"\n    {SKIP}wgmma.fence.sync.aligned;\nSKIPPED:\n    bar.sync 0;\n    ret;")
+    caught("warpgroup", "not all have executed this instruction", SS, end, line="wgmma.fence")
 
 
 def test_half_a_warp():
