@@ -40,7 +40,7 @@ def rows(spec: AttentionSpec) -> list[tuple[str, ...]]:
     target = get_target(counts.ARCH)
     plan, passes = forward.plan_forward(spec, target), backward.plan_backward(spec, target)
     H, Hv = spec.head_dim, spec.value_head_dim
-    names = [registry.backward_name(spec.dtype, one.transposed, False) for one in passes]
+    names = [one.kernel for one in passes]
     return [
         row("forward", spec, [plan], [plan.kernel], counts.run_forward(spec), H + Hv),
         row("backward", spec, passes, names, counts.run_backward(spec), 3 * H + 2 * Hv),

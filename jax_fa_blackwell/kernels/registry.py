@@ -122,12 +122,10 @@ KERNELS: dict[str, Kernel] = {
                 key_value_length="int32",
                 heads="int32",
                 group="int32",
-                k_slices="int32",
-                k_tail_steps="int32",
-                v_slices="int32",
-                v_tail_columns="int32",
+                k_steps="int32",
+                v_columns="int32",
                 v_chunks="int32",
-                chunk_slices="int32",
+                chunk_columns="int32",
                 query_slices="int32",
                 slots="int32",
                 rows_form="int32",
@@ -267,10 +265,10 @@ KERNELS: dict[str, Kernel] = {
                 row_heads="int32",
                 column_heads="int32",
                 group="int32",
-                a1_slices="int32",
-                a1_tail_columns="int32",
-                a2_slices="int32",
-                a2_tail_columns="int32",
+                a1_steps="int32",
+                a1_columns="int32",
+                a2_steps="int32",
+                a2_columns="int32",
                 a2_resident="int32",
                 c1_part="int32",
                 c2_part="int32",
@@ -308,29 +306,48 @@ def _variants() -> list[KernelVariant]:
     ]
     forward = [
         KernelVariant(
-            forward_name(dtype, query_tiles, soft_cap, every),
+            forward_name(dtype, query_tiles, group, soft_cap, every),
             "forward_sm100",
-            (("dtype", dtype), ("polynomial_every", every), ("query_tiles", query_tiles), ("soft_cap", soft_cap)),
+            (
+                ("dtype", dtype),
+                ("group", group),
+                ("polynomial_every", every),
+                ("query_tiles", query_tiles),
+                ("soft_cap", soft_cap),
+            ),
             arches,
         )
         for dtype in ("bfloat16", "float16")
-        for query_tiles, every, arches in (
-            (1, 0, ("sm_100a", "sm_103a")),
-            (2, 0, ("sm_103a",)),
-            (2, 4, ("sm_100a",)),
-            (2, 8, ("sm_100a",)),
+        for query_tiles, group, every, arches in (
+            (1, 1, 0, ("sm_100a", "sm_103a")),
+            (1, 2, 0, ("sm_100a", "sm_103a")),
+            (2, 1, 0, ("sm_103a",)),
+            (2, 1, 4, ("sm_100a",)),
+            (2, 1, 8, ("sm_100a",)),
         )
         for soft_cap in (False, True)
     ]
     backward = [
         KernelVariant(
-            backward_name(dtype, transposed, soft_cap),
+            backward_name(dtype, transposed, group, columns, soft_cap),
             "backward_sm100",
-            (("dtype", dtype), ("transposed", transposed), ("soft_cap", soft_cap)),
+            (
+                ("columns", columns),
+                ("dtype", dtype),
+                ("group", group),
+                ("soft_cap", soft_cap),
+                ("transposed", transposed),
+            ),
             ("sm_100a", "sm_103a"),
         )
         for dtype in ("bfloat16", "float16")
-        for transposed in (False, True)
+        for transposed, group, columns in (
+            (False, 1, 128),
+            (False, 2, 128),
+            (True, 1, 128),
+            (True, 2, 128),
+            (True, 2, 64),
+        )
         for soft_cap in (False, True)
     ]
     return delta + forward + backward + _hopper_variants()
@@ -350,15 +367,20 @@ def _hopper_variants() -> list[KernelVariant]:
     return out
 
 
-def forward_name(dtype: str, query_tiles: int, soft_cap: bool, polynomial_every: int) -> str:
-    """Name of a variant of the Blackwell forward kernel."""
+def forward_name(dtype: str, query_tiles: int, group: int, soft_cap: bool, polynomial_every: int) -> str:
+    """Name of a variant of the Blackwell forward kernel; ``group`` is the number of blocks that work together."""
     share = f"_poly{polynomial_every}" if polynomial_every else ""
-    return f"forward_sm100_{dtype}_{query_tiles}tile{share}" + ("_cap" if soft_cap else "")
+    tiles = "pair" if group == 2 else f"{query_tiles}tile"
+    return f"forward_sm100_{dtype}_{tiles}{share}" + ("_cap" if soft_cap else "")
 
 
-def backward_name(dtype: str, transposed: bool, soft_cap: bool) -> str:
-    """Name of a variant of the Blackwell backward kernel: for dK and dV (transposed) or for dQ."""
-    return f"backward_sm100_{dtype}_{'dkdv' if transposed else 'dq'}" + ("_cap" if soft_cap else "")
+def backward_name(dtype: str, transposed: bool, group: int, columns: int, soft_cap: bool) -> str:
+    """Name of a variant of the Blackwell backward kernel: for dK and dV (transposed) or for dQ.
+
+    ``group`` is the number of blocks that work together, ``columns`` the queries (transposed) or keys of a block.
+    """
+    form = ("_pair" if group == 2 else "") + ("_narrow" if columns == 64 else "")
+    return f"backward_sm100_{dtype}_{'dkdv' if transposed else 'dq'}{form}" + ("_cap" if soft_cap else "")
 
 
 def hopper_forward_name(dtype: str, tile: hopper.ForwardTile) -> str:

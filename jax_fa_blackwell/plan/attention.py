@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.plan import backward, forward, hopper, hopper_backward, hopper_forward, launch
 from jax_fa_blackwell.plan.launch import LaunchPlan
 from jax_fa_blackwell.plan.slices import ROWS
@@ -51,9 +50,7 @@ def launch_backward(spec: AttentionSpec, target: Target, find: FindCubin) -> Lau
     """The backward's launch plan; its arguments are ``arguments``, its results dQ, dK and dV."""
     if target.arch == hopper.ARCH:
         return hopper_backward.launch_backward(hopper_backward.plan_backward(spec, target), find)
-    has_cap = spec.logits_soft_cap is not None
-    cubins = {turned: find(registry.backward_name(spec.dtype, turned, has_cap)) for turned in (False, True)}
-    return backward.launch_backward(backward.plan_backward(spec, target), cubins)
+    return backward.launch_backward(backward.plan_backward(spec, target), find)
 
 
 def arguments(spec: AttentionSpec, target: Target, is_backward: bool) -> tuple[Argument, ...]:
@@ -68,7 +65,10 @@ def arguments(spec: AttentionSpec, target: Target, is_backward: bool) -> tuple[A
             tiles = [one.tile for one in hopper_backward.plan_backward(spec, target)]
             out += [*queries, *keys, *(WorkList(tile.transposed, tile.rows, tile.columns) for tile in tiles)]
         elif is_backward:
-            out += [*queries, WorkList(False, ROWS, ROWS), *keys, WorkList(True, ROWS, ROWS)]
+            passes = backward.plan_backward(spec, target)
+            for transposed, intervals in ((False, queries), (True, keys)):
+                out += intervals
+                out += [WorkList(transposed, rows, ROWS) for rows in backward.work_lists(passes, transposed)]
         elif is_hopper:
             tile = hopper_forward.plan_forward(spec, target).tile
             out += [*queries, WorkList(False, tile.rows, tile.columns), *keys]

@@ -18,7 +18,6 @@ from jax_fa_blackwell.plan.slices import (
     mask_scalars,
     round_up,
     slices_of,
-    tail_of,
 )
 from jax_fa_blackwell.plan.spec import KERNELS, AttentionSpec
 from jax_fa_blackwell.plan.target import Target
@@ -34,19 +33,18 @@ class ForwardPlan:
     """How one call runs.
 
     Attributes:
-      query_tiles: tiles of 128 query rows in flight: 2 in ping-pong, or 1 with two score buffers.
+      query_tiles: tiles of 128 query rows in flight in a block: 2 in ping-pong, or 1 with two score buffers.
+      group: blocks that work as a pair (tcgen05 cta_group::2), a tile each, on the same keys and values; else 1.
       pair_heads: whether the two tiles are two heads of a group on the same rows (else two runs of rows of one head).
-      k_slices, v_slices: slices of 64 head dims of the keys and of the values.
       value_chunks: parts of the value head dim, each computed with its scores rebuilt.
-      slots: slices in the shared-memory ring of keys and values.
+      slots: slots of 16 KiB in the shared-memory ring of keys and values.
     """
 
     spec: AttentionSpec
     target: Target
     query_tiles: int
+    group: int
     pair_heads: bool
-    k_slices: int
-    v_slices: int
     value_chunks: int
     slots: int
 
@@ -63,9 +61,29 @@ class ForwardPlan:
             raise ValueError(f"forward plan needs {self.shared_bytes} bytes of shared memory")
 
     @property
+    def item_tiles(self) -> int:
+        """Query tiles of a work item."""
+        return self.query_tiles * self.group
+
+    @property
+    def k_slices(self) -> int:
+        """Slices of 64 head dims of queries and keys."""
+        return slices_of(self.spec.head_dim)
+
+    @property
+    def v_slices(self) -> int:
+        """Slices of 64 head dims of values."""
+        return slices_of(self.spec.value_head_dim)
+
+    @property
     def chunk_slices(self) -> int:
         """Value slices of a chunk; the last chunk may have fewer."""
         return -(-self.v_slices // self.value_chunks)
+
+    @property
+    def v_columns(self) -> int:
+        """Value head dims that are computed: as many as an MMA's N can be."""
+        return round_up(self.spec.value_head_dim, 16 * self.group)
 
     @property
     def query_slices(self) -> int:
@@ -74,13 +92,13 @@ class ForwardPlan:
 
     @property
     def least_slots(self) -> int:
-        """With two tiles a V block and the next K block are held together; with one, slices stream."""
+        """With two tiles a V block and the next K block are held together; with one, slots stream."""
         return self.k_slices + self.chunk_slices if self.query_tiles == 2 else 2
 
     @property
     def group_rows(self) -> int:
         """Query rows of a work item."""
-        return ROWS * (1 if self.pair_heads else self.query_tiles)
+        return ROWS * (1 if self.pair_heads else self.item_tiles)
 
     @property
     def row_groups(self) -> int:
@@ -105,11 +123,11 @@ class ForwardPlan:
     def account(self) -> Account:
         """Cycles of one query tile and one KV block, all value chunks."""
         H, Hv = self.spec.head_dim, self.spec.value_head_dim
-        scores, values = self.value_chunks * round_up(H, 16), round_up(Hv, 16)
+        scores, values = self.value_chunks * round_up(H, 16), self.v_columns
         by_hardware = 1 - (1 / self.polynomial_every if self.polynomial_every else 0)
-        written = (scores + values) / self.query_tiles  # tiles in flight share K and V
-        exp2 = self.value_chunks * by_hardware
-        return Account(self.target, H + Hv, scores + values, exp2, 2 * scores + values, written)
+        written = (scores + values) / self.item_tiles  # the tiles of an item share K and V
+        read = scores + (scores + values) / self.group  # Q, and a block's half of K and V
+        return Account(self.target, H + Hv, scores + values, self.value_chunks * by_hardware, read, written)
 
     @property
     def polynomial_every(self) -> int:
@@ -124,12 +142,12 @@ class ForwardPlan:
     def kernel(self) -> str:
         """Name of the kernel's variant."""
         has_cap = self.spec.logits_soft_cap is not None
-        return registry.forward_name(self.spec.dtype, self.query_tiles, has_cap, self.polynomial_every)
+        return registry.forward_name(self.spec.dtype, self.query_tiles, self.group, has_cap, self.polynomial_every)
 
     def tensor_memory_map(self) -> list[tuple[str, int, int]]:
         """(name, first column, end column) of each accumulator; P lies in the first half of its score tile."""
         out = [("S/P 0", 0, ROWS), ("S/P 1", ROWS, 2 * ROWS)]
-        width = min(self.chunk_slices * SLICE, round_up(self.spec.value_head_dim, 32))
+        width = min(self.chunk_slices * SLICE, round_up(self.v_columns, 32))
         for tile in range(self.query_tiles):
             out.append((f"O {tile}", OUTPUT_COLUMN + 128 * tile, OUTPUT_COLUMN + 128 * tile + width))
         return out
@@ -166,15 +184,19 @@ def plan_forward(spec: AttentionSpec, target: Target) -> ForwardPlan:
     value_chunks = -(-v_slices // CHUNK_SLICES)
     budget = (target.shared_bytes - HEADER_BYTES) // SLICE_BYTES
 
-    def attempt(query_tiles: int) -> ForwardPlan:
+    def attempt(query_tiles: int, group: int) -> ForwardPlan:
         query_slices = max(k_slices, -(-v_slices // value_chunks))
         slots = min(budget - query_tiles * query_slices, MAX_SLOTS)
-        pair = query_tiles == 2 and spec.group_size % 2 == 0
-        return ForwardPlan(spec, target, query_tiles, pair, k_slices, v_slices, value_chunks, slots)
+        pair_heads = query_tiles * group == 2 and spec.group_size % 2 == 0
+        return ForwardPlan(spec, target, query_tiles, group, pair_heads, value_chunks, slots)
 
-    two_tiles_fit = v_slices <= 2 and budget - 2 * max(k_slices, v_slices) >= k_slices + v_slices
-    rows = spec.query_length * (2 if spec.group_size % 2 == 0 else 1)
-    return attempt(2 if two_tiles_fit and rows > ROWS else 1)
+    if spec.query_length * (2 if spec.group_size % 2 == 0 else 1) <= ROWS:
+        return attempt(1, 1)
+    # Either has the same items of two tiles, so that work lists (``blocks.py``) do not depend on the target.
+    choices = [attempt(1, 2)]
+    if v_slices <= 2 and budget - 2 * max(k_slices, v_slices) >= k_slices + v_slices:
+        choices.insert(0, attempt(2, 1))  # where equal, one block's two tiles hide each other's softmax
+    return min(choices, key=lambda plan: plan.account().bound[1])
 
 
 def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> launch.LaunchPlan:
@@ -206,16 +228,16 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
     argument("out", 2 * B * T * N * Hv)
     argument("lse", 4 * B * T * N)
 
-    def tensor_map(name: str, rows: int, heads: int, dim: int) -> launch.TensorMap:
+    def tensor_map(name: str, rows: int, heads: int, dim: int, box_rows: int = ROWS) -> launch.TensorMap:
         strides = (heads * dim * 2, dim * 2, rows * heads * dim * 2)
-        box = (SLICE, ROWS, 1, 1)
+        box = (SLICE, box_rows, 1, 1)
         return launch.TensorMap(operand[name], spec.dtype, (dim, rows, heads, B), strides, box, swizzle="128B")
 
     def pointer(name: str) -> launch.Pointer:
         return launch.Pointer(operand.get(name, operand["lse"]))
 
     number = {"bfloat16": 1, "float16": 0}[spec.dtype]
-    common = (1 << 4) | (number << 7) | (number << 10) | ((ROWS >> 4) << 24)
+    common = (1 << 4) | (number << 7) | (number << 10) | ((plan.group * ROWS >> 4) << 24)
     negate = int(spec.scale < 0) << 13  # so that the greatest score is the greatest logit
     scale, cap = abs(spec.scale), 1.0
     if spec.logits_soft_cap is not None:
@@ -225,12 +247,10 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
         "key_value_length": S,
         "heads": N,
         "group": spec.group_size,
-        "k_slices": plan.k_slices,
-        "k_tail_steps": round_up(tail_of(H), 16) // 16,
-        "v_slices": plan.v_slices,
-        "v_tail_columns": round_up(tail_of(Hv), 16),
+        "k_steps": round_up(H, 16) // 16,
+        "v_columns": plan.v_columns,
         "v_chunks": plan.value_chunks,
-        "chunk_slices": plan.chunk_slices,
+        "chunk_columns": plan.chunk_slices * SLICE,
         "query_slices": plan.query_slices,
         "slots": plan.slots,
         **mask_scalars(spec, transposed=False),
@@ -246,8 +266,8 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
     }
     values = {
         "query_map": tensor_map("query", T, N, H),
-        "key_map": tensor_map("key", S, K, H),
-        "value_map": tensor_map("value", S, K, Hv),
+        "key_map": tensor_map("key", S, K, H, ROWS // plan.group),
+        "value_map": tensor_map("value", S, K, Hv, ROWS // plan.group),
         "out_map": tensor_map("out", T, N, Hv),
         **{name: pointer(name) for name in ("lse", "low", "high", "blocks", "key_low", "key_high", "sinks")},
         "scale": launch.Float32(scale * LOG2_E),
@@ -259,9 +279,10 @@ def launch_forward(plan: ForwardPlan, kernel: str, sha256: str, symbol: str) -> 
         kernel,
         sha256,
         symbol,
-        (min(plan.items, plan.target.sm_count), 1, 1),
+        (plan.group * min(plan.items, plan.target.sm_count // plan.group), 1, 1),
         (THREADS, 1, 1),
         params,
+        cluster=(plan.group, 1, 1),
         shared_bytes=plan.shared_bytes,
     )
     program = launch.Program(plan.target.arch, (step,))

@@ -80,9 +80,11 @@ def _results(transposed: bool, has_values: bool, has_scores: bool) -> str:
 
 
 def _format_forward(plan: forward.ForwardPlan) -> list[str]:
-    tiles = f"{plan.query_tiles} of {ROWS} query rows"
-    if plan.query_tiles == 2:
+    tiles = f"{plan.item_tiles} of {ROWS} query rows"
+    if plan.item_tiles == 2:
         tiles += ", of two heads that share a key head" if plan.pair_heads else ", of one head"
+    if plan.group == 2:
+        tiles += ", by a pair of blocks"
     chunks = f" in {plan.value_chunks} chunks, each with its scores rebuilt" if plan.value_chunks > 1 else ""
     return _section(
         "forward",
@@ -107,11 +109,16 @@ def _format_backward(passes: Sequence[backward.Pass]) -> list[str]:
     for one in passes:
         lines += _section(
             f"  pass for {_results(one.transposed, one.value_part > 0, one.score_part > 0)}",
-            ("tiles", f"{ROWS} {'keys' if one.transposed else 'query rows'}"),
+            ("tiles", _pair(f"{ROWS} {'keys' if one.transposed else 'query rows'}", one.group)),
+            ("blocks", f"{one.columns} {'query rows' if one.transposed else 'keys'}"),
             ("parts", f"{one.parts}, each with its scores rebuilt" if one.parts > 1 else "1"),
             *_memories(one),
         )
     return lines
+
+
+def _pair(rows: str, group: int) -> str:
+    return f"{group} of {rows}, by a pair of blocks" if group == 2 else rows
 
 
 def _share(polynomial_every: int) -> str:
@@ -122,7 +129,7 @@ def _share(polynomial_every: int) -> str:
 def _memories(plan: forward.ForwardPlan | backward.Pass) -> list[tuple[str, str]]:
     columns = ", ".join(f"{name} {first}..{end - 1}" for name, first, end in plan.tensor_memory_map())
     used = f"{plan.shared_bytes:,} of {plan.target.shared_bytes:,} bytes"
-    return [("ring", f"{plan.slots} slices"), ("Tensor Memory", f"columns {columns}"), ("shared memory", used)]
+    return [("ring", f"{plan.slots} slots"), ("Tensor Memory", f"columns {columns}"), ("shared memory", used)]
 
 
 def _section(title: str, *rows: tuple[str, str]) -> list[str]:

@@ -31,9 +31,9 @@ class TestForward:
         plan = forward.plan_forward(spec, TARGET)
         report = counts.run_forward(spec)
         blocks = counts.causal_blocks(LENGTH, plan.group_rows) if causal else (LENGTH // ROWS) ** 2
-        dims = plan.value_chunks * round_up(H, 16) + round_up(Hv, 16)
+        dims = plan.value_chunks * round_up(H, 16) + round_up(Hv, 16 * plan.group)
         assert counts.mma_flop(report) == 2 * blocks * ROWS * ROWS * dims
-        if not causal and H % 16 == Hv % 16 == 0 and Hv <= 256:
+        if not causal and H % 16 == Hv % (16 * plan.group) == 0 and Hv <= 256:
             assert counts.mma_flop(report) == 2 * LENGTH * LENGTH * (H + Hv)
         by_polynomial = ROWS // plan.polynomial_every if plan.polynomial_every else 0
         a_row = ROWS - by_polynomial + 1  # and the factor that rescales the row
@@ -51,16 +51,21 @@ class TestBackward:
         spec = counts.make_spec(LENGTH, H, Hv, causal)
         passes = backward.plan_backward(spec, TARGET)
         report = counts.run_backward(spec)
-        scores = ROWS * ROWS * (counts.causal_blocks(LENGTH, ROWS) if causal else (LENGTH // ROWS) ** 2)
-        assert exponentials(counts.run_backward, spec) == scores * sum(one.parts for one in passes)
-        if H % 16 == Hv % 16 == 0:
-            products = sum(one.gemms for one in passes)
-            assert counts.mma_flop(report) == pytest.approx(2 * scores * products * (H + Hv) / 2, rel=1e-12)
+        # Scores that each pass computes once a part: whole blocks of columns for all rows of an item.
+        blocks = [counts.causal_blocks(LENGTH, one.group_rows) if causal else (LENGTH // ROWS) ** 2 for one in passes]
+        scores = [ROWS * ROWS * count for count in blocks]
+        computed = sum(count * one.parts for count, one in zip(scores, passes, strict=True))
+        assert exponentials(counts.run_backward, spec) == computed
+        flop = sum(2 * count * one.account().mma_dims for count, one in zip(scores, passes, strict=True))
+        assert counts.mma_flop(report) == flop
+        if H % 32 == Hv % 32 == 0:
+            products = sum(count * one.gemms for count, one in zip(scores, passes, strict=True))
+            assert flop == pytest.approx(2 * products * (H + Hv) / 2, rel=1e-12)
 
-    @pytest.mark.parametrize(("H", "Hv", "products"), [(64, 64, 7), (128, 128, 7), (256, 256, 8)])
-    def test_number_of_products(self, H, Hv, products):
-        report = counts.run_backward(counts.make_spec(LENGTH, H, Hv, causal=False))
-        assert counts.mma_flop(report) == products * 2 * LENGTH * LENGTH * H
+    @pytest.mark.parametrize("H", [64, 96, 128, 160, 192, 256])
+    def test_number_of_products(self, H):
+        report = counts.run_backward(counts.make_spec(LENGTH, H, H, causal=False))
+        assert counts.mma_flop(report) == (7 if H <= 192 else 8) * 2 * LENGTH * LENGTH * H
 
 
 class TestLoop:

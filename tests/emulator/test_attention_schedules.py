@@ -13,7 +13,9 @@ from attention_cases import Case, Shape
 from emulator import attention_kernels
 from emulator.kernels import build, late_release
 from jax_fa_blackwell import cuda, export
+from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.plan import backward as backward_plan
+from jax_fa_blackwell.plan import forward as forward_plan
 from jax_fa_blackwell.plan.slices import SLICE_BYTES, slices_of
 from jax_fa_blackwell.plan.target import get_target
 
@@ -22,19 +24,36 @@ pytestmark = [
     pytest.mark.skipif(export.toolchain() is None, reason="the kernel DSL is not installed"),
 ]
 
+DTYPES = (ml_dtypes.bfloat16, np.float16)
 CAUSAL = (("is_causal", True),)
 CAP = (("is_causal", True), ("logits_soft_cap", 5.0))
-# One case of each variant of the forward; its gradient runs both variants of the backward.
+# One case of each variant of the forward; its gradient runs both passes of the backward, by pairs of blocks and by
+# single ones.
 CASES = {
     "two tiles, many polynomials": Case("many", Shape(1, 300, 300, 2, 1, 64, 64), CAUSAL),
     "two tiles, few polynomials": Case("few", Shape(1, 260, 260, 1, 1, 128, 128), CAUSAL),
     "two tiles, soft cap": Case("two_cap", Shape(1, 260, 140, 1, 1, 96, 96), CAP),
     "two tiles, few, soft cap": Case("few_cap", Shape(1, 140, 140, 2, 1, 128, 128), CAP),
-    "one tile": Case("one", Shape(1, 140, 260, 1, 1, 192, 192), CAUSAL),
-    "one tile, soft cap": Case("one_cap", Shape(1, 140, 140, 1, 1, 136, 136), CAP),
+    "one tile": Case("one", Shape(1, 100, 120, 1, 1, 192, 192), CAUSAL),
+    "one tile, soft cap": Case("one_cap", Shape(1, 100, 100, 1, 1, 136, 136), CAP),
+    "pair": Case("pair", Shape(1, 140, 260, 1, 1, 192, 192), CAUSAL),
+    "pair, soft cap": Case("pair_cap", Shape(1, 240, 240, 1, 1, 136, 136), CAP),
+    "pair of heads": Case("pair_heads", Shape(1, 100, 240, 2, 1, 256, 256), CAUSAL),
     "packed": Case("packed", Shape(2, 300, 300, 2, 1, 64, 64), CAUSAL, segments=True),
+    "pair, dK and dV apart": Case("apart", Shape(1, 140, 260, 1, 1, 256, 192), CAUSAL),
+    "pair, apart, soft cap": Case("apart_cap", Shape(1, 140, 260, 1, 1, 256, 192), CAP),
+    "packed, pair": Case("packed_pair", Shape(1, 260, 260, 1, 1, 192, 192), CAUSAL, segments=True),
 }
 SCHEDULES = 6
+VARIANTS = set(registry.SETS["forward"] + registry.SETS["backward"])
+
+
+def test_cases_run_every_variant():
+    target = get_target("sm_100a")
+    specs = [attention_kernels.make_spec(case, dtype) for case in CASES.values() for dtype in DTYPES]
+    used = {forward_plan.plan_forward(spec, target).kernel for spec in specs}
+    used |= {one.kernel for spec in specs for one in backward_plan.plan_backward(spec, target)}
+    assert used == {name for name in VARIANTS if target.arch in registry.get_variant(name).arches}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +77,7 @@ def make_schedules(count: int):
     ]
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_under_every_schedule(name, dtype):
     first, *others = bits(CASES[name], dtype, make_schedules(SCHEDULES))
@@ -86,8 +105,7 @@ def make_small_plan(spec, arch, find, *, slots: int):
     """The backward's plan with a small ring."""
     passes = backward_plan.plan_backward(spec, small_target(spec, slots))
     assert min(one.slots for one in passes) == slots
-    found = {turned: find(f"backward_sm100_bfloat16_{'dkdv' if turned else 'dq'}", arch) for turned in (False, True)}
-    return backward_plan.launch_backward(passes, found)
+    return backward_plan.launch_backward(passes, {one.kernel: find(one.kernel, arch) for one in passes})
 
 
 def run_backward(case: Case, make_plan, run):
@@ -122,24 +140,34 @@ def test_smallest_ring_has_no_deadlock(dim, blocks):
 
 def run_late_release(make_plan, spec, arrays):
     """As attention_kernels.run, by the kernel that gives its slices back too late."""
-    texts = {turned: build.ptx(late_release.Config(turned)) for turned in (False, True)}
 
     def find(name, arch):
         del arch
         return name, "0" * 64, "late_release_0"
 
-    plan = make_plan(spec, "sm_100a", find)
-    return emulator.run_plan(plan, arrays, ptx=lambda launch: texts["dkdv" in launch.kernel], arch="sm_100a")[0]
+    def ptx(launch):
+        return build.ptx(late_release.Config("dkdv" in launch.kernel, 2 if "pair" in launch.kernel else 1))
+
+    return emulator.run_plan(make_plan(spec, "sm_100a", find), arrays, ptx=ptx, arch="sm_100a")[0]
 
 
-def test_wrong_loop_order_deadlocks():
-    case = Case("late", Shape(1, 140, 260, 1, 1, 256, 256))
+# By the slots that hold B1: 64 head dims each, in a pair of blocks 128.
+LATE = {
+    "single": (Case("late", Shape(1, 100, 120, 1, 1, 256, 256)), 4),
+    "pair": (Case("late", Shape(1, 256, 256, 1, 1, 320, 320)), 3),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_wrong_loop_order_deadlocks(name):
+    case, slots = LATE[name]
     with pytest.raises(emulator.Verdict, match="deadlock"):
-        run_backward(case, functools.partial(make_small_plan, slots=3), run_late_release)
+        run_backward(case, functools.partial(make_small_plan, slots=slots - 1), run_late_release)
 
 
-def test_wrong_loop_order_is_right_where_the_ring_is_large():
-    case = Case("late", Shape(1, 140, 260, 1, 1, 256, 256))
-    late, shipped = run_backward(case, functools.partial(make_small_plan, slots=4), run_late_release)
+@pytest.mark.parametrize("name", LATE)
+def test_wrong_loop_order_is_right_where_the_ring_is_large(name):
+    case, slots = LATE[name]
+    late, shipped = run_backward(case, functools.partial(make_small_plan, slots=slots), run_late_release)
     for one, other in zip(late, shipped, strict=True):
         assert one.tobytes() == other.tobytes()

@@ -88,7 +88,7 @@ def test_plan_of_the_kernels_is_shown(kernel):
     target = get_target("sm_100a")
     tiles = forward.plan_forward(explanation.spec, target)
     text = str(explanation)
-    assert f"{tiles.query_tiles} of 128 query rows" in text
+    assert f"{tiles.item_tiles} of 128 query rows" in text
     for plan in (tiles, *backward.plan_backward(explanation.spec, target)):
         for name, first, end in plan.tensor_memory_map():
             assert f"{name} {first}..{end - 1}" in text

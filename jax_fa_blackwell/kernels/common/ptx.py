@@ -33,16 +33,36 @@ def mbarrier_arrive_expect_tx(barrier: Int32, size: Int32):
     inline_ptx("mbarrier.arrive.expect_tx.shared.b64 _, [{$r0}], {$r1};", read_only_args=[barrier, Int32(size)])
 
 
-def mbarrier_wait(barrier: Int32, phase: Int32):
-    """Waits until the phase of this parity has completed.
+def mbarrier_arrive_remote(barrier: Int32):
+    """Arrives once at a barrier of any block of the cluster, release.cluster; the address is one of ``mapa``."""
+    inline_ptx("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[barrier])
+
+
+def mbarrier_wait(barrier: Int32, phase: Int32, scope: str = "cta"):
+    """Waits until the phase of this parity has completed; acquire at ``scope``, "cluster" for remote arrivals.
 
     Not the DSL's own wait: that branches with ``.uni``, and lanes that were apart before it may get different answers.
     """
     inline_ptx(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [{$r0}], {$r1}, 10000000; "
-        "@done bra ended; bra again; ended: }",
+        f"{{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [{{$r0}}], {{$r1}}, "
+        "10000000; @done bra ended; bra again; ended: }",
         read_only_args=[barrier, Int32(phase)],
     )
+
+
+# --- Clusters -------------------------------------------------------------------------------------------------------
+
+
+def mapa(address: Int32, rank: Int32) -> Int32:
+    """The address, in the window of the cluster, of the same place in the shared memory of another of its blocks."""
+    return inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, Int32(rank)]
+    )
+
+
+def cluster_sync():
+    """A barrier of all threads of the cluster."""
+    inline_ptx("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;")
 
 
 # --- TMA ------------------------------------------------------------------------------------------------------------
@@ -53,11 +73,15 @@ def prefetch_tensor_map(tensor_map: Int64):
     inline_ptx("prefetch.tensormap [{$r0}];", read_only_args=[tensor_map])
 
 
-def tma_load(rank: int, destination: Int32, tensor_map: Int64, coordinates, barrier: Int32):
-    """Loads one box to shared memory; the barrier counts its bytes. Coordinates run from the innermost dimension."""
+def tma_load(rank: int, destination: Int32, tensor_map: Int64, coordinates, barrier: Int32, group: int = 1):
+    """Loads one box to shared memory; the barrier counts its bytes. Coordinates run from the innermost dimension.
+
+    With ``group`` 2 the barrier may be that of either block of the pair.
+    """
+    where = "shared::cluster" if group == 2 else "shared::cta"
     inline_ptx(
-        f"cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
-        f"[{{$r0}}], [{{$r1}}, {{{_list('r', rank, 3)}}}], [{{$r2}}];",
+        f"cp.async.bulk.tensor.{rank}d.{where}.global.tile.mbarrier::complete_tx::bytes"
+        f"{'.cta_group::2' if group == 2 else ''} [{{$r0}}], [{{$r1}}, {{{_list('r', rank, 3)}}}], [{{$r2}}];",
         read_only_args=[destination, tensor_map, barrier, *[Int32(c) for c in coordinates]],
     )
 
@@ -91,24 +115,24 @@ def fence_proxy_async_shared():
     inline_ptx("fence.proxy.async.shared::cta;")
 
 
-# --- Tensor Memory and tcgen05 --------------------------------------------------------------------------------------
+# --- Tensor Memory and tcgen05: ``group`` is 1, or 2 in a kernel whose blocks work in pairs -------------------------
 
 
-def tcgen05_alloc(address: Int32, columns: int):
+def tcgen05_alloc(address: Int32, columns: int, group: int = 1):
     """Allocates columns (a power of two, at least 32); the base address is written to shared memory at ``address``."""
     inline_ptx(
-        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {columns};", read_only_args=[address]
+        f"tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 [{{$r0}}], {columns};", read_only_args=[address]
     )
 
 
-def tcgen05_relinquish_alloc_permit():
+def tcgen05_relinquish_alloc_permit(group: int = 1):
     """Gives up the right to allocate, so that another block on this SM may."""
-    inline_ptx("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;")
+    inline_ptx(f"tcgen05.relinquish_alloc_permit.cta_group::{group}.sync.aligned;")
 
 
-def tcgen05_dealloc(tmem: Int32, columns: int):
+def tcgen05_dealloc(tmem: Int32, columns: int, group: int = 1):
     """Frees what ``tcgen05_alloc`` gave."""
-    inline_ptx(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {columns};", read_only_args=[tmem])
+    inline_ptx(f"tcgen05.dealloc.cta_group::{group}.sync.aligned.b32 {{$r0}}, {columns};", read_only_args=[tmem])
 
 
 def tcgen05_fence_before():
@@ -121,11 +145,21 @@ def tcgen05_fence_after():
     inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
-def tcgen05_commit(barrier: Int32):
-    """Arrives once at the barrier when all earlier mma, cp and shift of this thread have completed."""
-    inline_ptx(
-        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];", read_only_args=[barrier]
-    )
+def tcgen05_commit(barrier: Int32, group: int = 1):
+    """Arrives once at the barrier when all earlier mma, cp and shift of this thread have completed.
+
+    With ``group`` 2 at that of either block of a cluster of two.
+    """
+    if group == 1:
+        inline_ptx(
+            "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];", read_only_args=[barrier]
+        )
+    else:
+        inline_ptx(
+            "{ .reg .b16 both; mov.b16 both, 3; "
+            "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [{$r0}], both; }",
+            read_only_args=[barrier],
+        )
 
 
 def _tensor_memory(address: Int32):
@@ -133,11 +167,11 @@ def _tensor_memory(address: Int32):
     return llvm.inttoptr(llvm.PointerType.get(6), Int32(address).ir_value())
 
 
-def _tcgen05_mma(accumulator: Int32, a, b: Int64, instruction: Int32, accumulate):
+def _tcgen05_mma(accumulator: Int32, a, b: Int64, instruction: Int32, accumulate, group: int):
     # Callers elect a thread inside the innermost loop: compilers up to 4.8.1 crash where the election is outside.
     nvvm.tcgen05_mma(
         nvvm.Tcgen05MMAKind.F16,
-        nvvm.CTAGroupKind.CTA_1,
+        nvvm.CTAGroupKind.CTA_2 if group == 2 else nvvm.CTAGroupKind.CTA_1,
         _tensor_memory(accumulator),
         a,
         Int64(b).ir_value(),
@@ -146,14 +180,14 @@ def _tcgen05_mma(accumulator: Int32, a, b: Int64, instruction: Int32, accumulate
     )
 
 
-def tcgen05_mma_ss(accumulator: Int32, a: Int64, b: Int64, instruction: Int32, accumulate):
+def tcgen05_mma_ss(accumulator: Int32, a: Int64, b: Int64, instruction: Int32, accumulate, group: int = 1):
     """D (+)= A B with both operands in shared memory, kind f16."""
-    _tcgen05_mma(accumulator, Int64(a).ir_value(), b, instruction, accumulate)
+    _tcgen05_mma(accumulator, Int64(a).ir_value(), b, instruction, accumulate, group)
 
 
-def tcgen05_mma_ts(accumulator: Int32, a: Int32, b: Int64, instruction: Int32, accumulate):
+def tcgen05_mma_ts(accumulator: Int32, a: Int32, b: Int64, instruction: Int32, accumulate, group: int = 1):
     """D (+)= A B with A in Tensor Memory, kind f16."""
-    _tcgen05_mma(accumulator, _tensor_memory(a), b, instruction, accumulate)
+    _tcgen05_mma(accumulator, _tensor_memory(a), b, instruction, accumulate, group)
 
 
 def tcgen05_ld(tmem: Int32, columns: int) -> list[Float32]:
@@ -286,14 +320,16 @@ def max3(a: Float32, b: Float32, c: Float32) -> Float32:
 def shift_left_add(x: Float32, bits: int, y: Float32) -> Float32:
     """(x << bits) + y on the bit patterns."""
     return inline_ptx(
-        f"{{ .reg .b32 t; shl.b32 t, {{$r0}}, {bits}; add.s32 {{$w0}}, t, {{$r1}}; }}",
-        write_only_types=[Float32],
-        read_only_args=[x, y],
+        f"mad.lo.s32 {{$w0}}, {{$r0}}, {1 << bits}, {{$r1}};", write_only_types=[Float32], read_only_args=[x, y]
     )
 
 
-def ld_shared_f32x2(address: Int32) -> tuple[Float32, Float32]:
-    """Loads two floats from an 8-byte aligned address."""
-    return inline_ptx(
-        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32, Float32], read_only_args=[address]
+def ld_shared_f32x4(address: Int32, offset: int = 0) -> list[Float32]:
+    """Loads four floats from a 16-byte aligned address, ``offset`` bytes further."""
+    return list(
+        inline_ptx(
+            f"ld.shared.v4.f32 {{{_list('w', 4)}}}, [{{$r0}}+{offset}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[address],
+        )
     )

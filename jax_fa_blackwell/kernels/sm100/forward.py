@@ -1,9 +1,10 @@
 """Forward attention for sm_100a and sm_103a: O [B, T, N, Hv] and LSE [B, T, N] from query, key and value.
 
-One persistent block of 16 warps walks the work items with the grid's stride. An item is one or two tiles of 128 query
+A persistent block of 16 warps walks the work items with the grid's stride. An item is one or two tiles of 128 query
 rows, a part of the value head dim, and the KV blocks of 128 keys that its rows see. All sizes are run-time
 parameters from the launch plan (``plan/forward.py``): head dims are walked in slices of 64 (the 128-byte swizzle row),
-so that one cubin serves every head dim.
+so that one cubin serves every head dim. With ``group`` 2 two blocks work as a pair on an item of two tiles, one each,
+and share its keys and values (``slices.py``): every block then reads half of them from shared memory.
 
 Roles: softmax warps 0-3 (tile 0) and 4-7 (tile 1), one thread a row; correction and epilogue 8-11; MMA 12; load 13;
 clean 14, where keys that no row sees may hold NaN (``slices.clean``); 15 idle.
@@ -14,27 +15,29 @@ The running maximum may lag by RESCALE_THRESHOLD in log2 units, so that the accu
 (FlashAttention-4, conditional rescaling).
 
 Barriers; t is a tile, u a score buffer (u = t with two tiles, else the block number mod 2), k the number of times the
-role has waited on it (parity k mod 2 unless stated):
+role has waited on it (parity k mod 2 unless stated). In a pair each block has them all; the MMA warp is the leader's,
+its commits arrive at both blocks, and what it waits on counts the arrivals (+) and bytes of both:
 
     barrier        count  arrives                                waits                   phase
     q_full[t]      1+tx   load, expecting the tile's slices;     MMA                     an item
-                          no bytes where an item has no keys     correction, no keys     an item
+                          no bytes where an item has no keys     correction, no keys     an item; in the block that
+                                                                                         does not lead: such an item
     q_empty[t]     1      correction, when the staged output     load                    an item; parity (k+1) mod 2
                           has been read by the store
     s_full[u]      1      tcgen05.commit after S = Q K^T         softmax                 a use of u
-    p_full[u]      4      each softmax warp, P stored            MMA                     a use of u
+    p_full[u]      4+     each softmax warp, P stored            MMA                     a use of u
     stat_full[t]   4      each softmax warp: block's rescale     correction              a block but the first,
                           factor; at the end sum and maximum                             and the end
     stat_empty[t]  4      each correction warp, value read       softmax                 parity (k+1) mod 2
     o_full[t]      1      tcgen05.commit after O += P V          correction              a block
-    o_ready[t]     4      each correction warp: O rescaled, or   MMA                     a block; parity (k+1) mod 2
+    o_ready[t]     4+     each correction warp: O rescaled, or   MMA                     a block; parity (k+1) mod 2
                           read at the item's end
-    ring_full[s]   1+tx   load, expecting one slice              MMA, or clean           a use of slot s
-    cleaned[s]     1      clean, unseen rows zeroed              MMA, where cleaned      a use of slot s
+    ring_full[s]   1+tx   load, expecting one slot               MMA, or clean           a use of slot s
+    cleaned[s]     1+     clean, unseen rows zeroed              MMA, where cleaned      a use of slot s
     ring_empty[s]  1      tcgen05.commit after its last reader   load                    parity (k+1) mod 2
     bar 1          128    correction warps, output staged        same                    a tile
 
-Order of ring slices, the same for load and MMA: K_0, then for each block j with two tiles V_j, K_{j+1}; with one tile
+Order of ring slots, the same for load and MMA: K_0, then for each block j with two tiles V_j, K_{j+1}; with one tile
 K_{j+1}, V_j. With two tiles V_j and K_{j+1} are held together until the second tile has used them, so the ring has at
 least as many slots as both have slices; a smaller ring would deadlock.
 """
@@ -88,9 +91,14 @@ class ForwardConfig:
     """What is fixed when the kernel is compiled; everything else is a run-time parameter."""
 
     dtype: str
-    query_tiles: int
+    query_tiles: int  # of a block
     soft_cap: bool = False
     polynomial_every: int = 0  # of so many pairs of exponentials one is a polynomial; 0: none
+    group: int = 1  # blocks that work together
+
+    def __post_init__(self):
+        if (self.query_tiles, self.group) not in ((1, 1), (2, 1), (1, 2)):
+            raise ValueError(f"query_tiles and group must be 1, 1 or 2, 1 or 1, 2; got {self.query_tiles}, {self.group}")
 
     @property
     def packed(self) -> str:
@@ -101,7 +109,7 @@ class ForwardConfig:
 class Smem:
     """Addresses in shared memory from its base; barriers come in pairs, one a query tile or score buffer."""
 
-    def __init__(self, base: Int32):
+    def __init__(self, base: Int32, group: int):
         names = ("q_full", "q_empty", "s_full", "p_full", "stat_full", "stat_empty", "o_full", "o_ready")
         for index, name in enumerate(names):
             setattr(self, name, base + BARRIERS + 16 * index)
@@ -111,11 +119,16 @@ class Smem:
         self.scale = base + STATISTICS
         self.maximum = base + STATISTICS + 8 * ROWS
         self.query = base + QUERY
+        # What the MMA warp waits for other warps on: the leader's. One address for all of them saves registers.
+        leader = slices.of_leader(base, group)
+        self.p_full_mma, self.o_ready_mma = (
+            leader + BARRIERS + 16 * names.index(name) for name in ("p_full", "o_ready")
+        )
 
-    def ring(self, p, query_tiles: int) -> slices.Ring:
+    def ring(self, p, config: ForwardConfig, rank) -> slices.Ring:
         """The ring, which lies behind the query tiles."""
-        data = self.query + query_tiles * p.query_slices * SLICE_BYTES
-        return slices.Ring(self.ring_barriers, self.notes, data, p.slots, p.cleaned)
+        data = self.query + config.query_tiles * p.query_slices * SLICE_BYTES
+        return slices.Ring(self.ring_barriers, self.notes, data, p.slots, p.cleaned, rank, group=config.group)
 
 
 class Params:
@@ -154,7 +167,7 @@ class ForwardKernel:
 
     @cute.jit
     def work(self, p, tile_blocks: cute.Pointer, item: Int32):
-        """(batch, first head, first row, first value slice, first KV block, count of KV blocks) of a work item.
+        """(batch, first head, first row, first value dim, first KV block, count of KV blocks) of a work item.
 
         The heaviest come first: row intervals are listed so (``blocks.py``); else items with the most rows before them.
         """
@@ -170,9 +183,18 @@ class ForwardKernel:
             last = cutlass.min(row + p.group_rows, p.query_length) - 1
             first_block = cutlass.max(row + p.mask_low, 0) // KEYS
             end_block = (cutlass.min(last + p.mask_high, p.key_value_length) + KEYS - 1) // KEYS
-        first_slice = (rest % p.v_chunks) * p.chunk_slices
-        head = (rest // p.v_chunks) * (1 + p.head_step * (self.config.query_tiles - 1))
-        return batch, head, row, first_slice, first_block, cutlass.max(end_block - first_block, 0)
+        first_dim = (rest % p.v_chunks) * p.chunk_columns
+        head = (rest // p.v_chunks) * (1 + p.head_step)
+        return batch, head, row, first_dim, first_block, cutlass.max(end_block - first_block, 0)
+
+    def place(self, p, row, head, tile, rank):
+        """(first row, head) of one of this block's tiles."""
+        number = tile if self.config.group == 1 else rank
+        return row + number * p.row_step, head + number * p.head_step
+
+    def chunk_columns(self, p, first_dim):
+        """Columns of the accumulator of a chunk of the value head dim."""
+        return cutlass.min(p.chunk_columns, p.v_columns - first_dim)
 
     @cute.kernel
     def kernel(
@@ -194,32 +216,34 @@ class ForwardKernel:
     ):
         """The entry: sets up barriers and Tensor Memory, then each warp takes its role."""
         p = Params(scalars, scale, cap)
-        smem = Smem(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()))
-        ring = smem.ring(p, self.config.query_tiles)
+        group = self.config.group
+        rank = cute.arch.block_idx_in_cluster() if group == 2 else Int32(0)
+        smem = Smem(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()), group)
+        ring = smem.ring(p, self.config, rank)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
             self.init_barriers(smem, ring)
         if warp == MMA_WARP:
-            ptx.tcgen05_alloc(smem.tmem_address, TENSOR_MEMORY_COLUMNS)
-            ptx.tcgen05_relinquish_alloc_permit()
+            ptx.tcgen05_alloc(smem.tmem_address, TENSOR_MEMORY_COLUMNS, group)
+            ptx.tcgen05_relinquish_alloc_permit(group)
         ptx.tcgen05_fence_before()
-        cute.arch.sync_threads()
+        slices.sync_blocks(group)
         ptx.tcgen05_fence_after()
         tmem = ptx.ld_shared_b32(smem.tmem_address)
 
         softmax_warps = 4 * self.config.query_tiles
         if warp < softmax_warps:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS[self.config.query_tiles])
-            self.softmax(p, smem, tmem, tile_blocks, row_low, row_high)
+            self.softmax(p, smem, rank, tmem, tile_blocks, row_low, row_high)
         if warp >= softmax_warps and warp < CORRECTION_WARP:
             cute.arch.setmaxregister_decrease(32)
         if warp >= CORRECTION_WARP and warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(80)
-            self.correction(p, smem, tmem, tile_blocks, lse, sinks, o_map.get_ptr().toint())
+            self.correction(p, smem, rank, tmem, tile_blocks, lse, sinks, o_map.get_ptr().toint())
         if warp >= MMA_WARP:
             cute.arch.setmaxregister_decrease(32)
-            if warp == MMA_WARP:
+            if warp == MMA_WARP and rank == 0:
                 self.mma(p, smem, ring, tmem, tile_blocks)
             if warp == LOAD_WARP:
                 with cute.arch.elect_one():
@@ -228,9 +252,9 @@ class ForwardKernel:
             if warp == CLEAN_WARP and p.cleaned != 0:
                 slices.clean(ring, p.key_value_length, p.rows_form, key_low, key_high, p.seen_low, p.seen_high)
 
-        cute.arch.sync_threads()
+        slices.sync_blocks(group)
         if warp == MMA_WARP:
-            ptx.tcgen05_dealloc(tmem, TENSOR_MEMORY_COLUMNS)
+            ptx.tcgen05_dealloc(tmem, TENSOR_MEMORY_COLUMNS, group)
 
     @cute.jit
     def init_barriers(self, smem, ring):
@@ -238,8 +262,10 @@ class ForwardKernel:
         for tile in cutlass.range_constexpr(2):
             for first in (smem.q_full, smem.q_empty, smem.s_full, smem.o_full):
                 ptx.mbarrier_init(first + 8 * tile, 1)
-            for first in (smem.p_full, smem.stat_full, smem.stat_empty, smem.o_ready):
+            for first in (smem.stat_full, smem.stat_empty):
                 ptx.mbarrier_init(first + 8 * tile, 4)
+            for first in (smem.p_full, smem.o_ready):
+                ptx.mbarrier_init(first + 8 * tile, 4 * self.config.group)
         slices.init_barriers(ring)
         cute.arch.mbarrier_init_fence()
 
@@ -248,39 +274,40 @@ class ForwardKernel:
     @cute.jit
     def load(self, p, smem, ring, tile_blocks: cute.Pointer, q_map: Int64, k_map: Int64, v_map: Int64):
         """Load warp, one thread: query tiles, then slices of keys and values in the order of the MMA warp."""
-        tiles = self.config.query_tiles
+        tiles, group, rank = self.config.query_tiles, self.config.group, ring.rank
         slot, phase, item_phase = Int32(0), Int32(0), Int32(0)
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        for item in cutlass.range(block, p.items, blocks, unroll=1):
-            batch, head, row, first_slice, first_block, count = self.work(p, tile_blocks, item)
-            kv_head = head // p.group
-            v_slices = cutlass.min(p.chunk_slices, p.v_slices - first_slice)
+        first_item, items = slices.first_item(group)
+        for item in cutlass.range(first_item, p.items, items, unroll=1):
+            batch, head, row, first_dim, first_block, count = self.work(p, tile_blocks, item)
+            kv_head, columns = head // p.group, self.chunk_columns(p, first_dim)
             for tile in cutlass.range_constexpr(tiles):
                 ptx.mbarrier_wait(smem.q_empty + 8 * tile, item_phase ^ 1)
                 barrier = smem.q_full + 8 * tile
                 if count == 0:
                     ptx.mbarrier_arrive(barrier)
                 else:
-                    ptx.mbarrier_arrive_expect_tx(barrier, p.k_slices * SLICE_BYTES)
+                    query_slices = slices.slices_of(p.k_steps)
+                    barrier = slices.expect(barrier, query_slices * SLICE_BYTES, group, rank)
                     destination = smem.query + tile * p.query_slices * SLICE_BYTES
-                    tile_row, tile_head = row + tile * p.row_step, head + tile * p.head_step
-                    slices.load_resident(destination, q_map, p.k_slices, tile_row, tile_head, batch, barrier)
+                    tile_row, tile_head = self.place(p, row, head, tile, rank)
+                    slices.load_resident(
+                        destination, q_map, query_slices, tile_row, tile_head, batch, barrier, group
+                    )
             if count > 0:
                 first_key = first_block * KEYS
-                slot, phase = slices.load_for_scores(ring, slot, phase, k_map, p.k_slices, first_key, kv_head, batch)
+                slot, phase = slices.load_for_scores(ring, slot, phase, k_map, p.k_steps, first_key, kv_head, batch)
             for index in cutlass.range(count, unroll=1):
                 key = (first_block + index) * KEYS
                 if cutlass.const_expr(tiles == 1):
                     if index + 1 < count:
                         slot, phase = slices.load_for_scores(
-                            ring, slot, phase, k_map, p.k_slices, key + KEYS, kv_head, batch
+                            ring, slot, phase, k_map, p.k_steps, key + KEYS, kv_head, batch
                         )
-                slot, phase = slices.load_for_rows(ring, slot, phase, v_map, first_slice, v_slices, key, kv_head, batch)
+                slot, phase = slices.load_for_rows(ring, slot, phase, v_map, first_dim, columns, key, kv_head, batch)
                 if cutlass.const_expr(tiles == 2):
                     if index + 1 < count:
                         slot, phase = slices.load_for_scores(
-                            ring, slot, phase, k_map, p.k_slices, key + KEYS, kv_head, batch
+                            ring, slot, phase, k_map, p.k_steps, key + KEYS, kv_head, batch
                         )
             item_phase = item_phase ^ 1
         slices.stop_cleaning(ring, slot, phase)
@@ -293,12 +320,13 @@ class ForwardKernel:
         tiles = self.config.query_tiles
         slot, phase, q_phase = Int32(0), Int32(0), Int32(0)
         score = Int32(0)  # number of the next P to consume: its buffer and phase
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        for item in cutlass.range(block, p.items, blocks, unroll=1):
-            _, _, _, first_slice, _, count = self.work(p, tile_blocks, item)
+        scope = ring.scope
+        first_item, items = slices.first_item(self.config.group)
+        for item in cutlass.range(first_item, p.items, items, unroll=1):
+            _, _, _, first_dim, _, count = self.work(p, tile_blocks, item)
+            columns = self.chunk_columns(p, first_dim)
             for tile in cutlass.range_constexpr(tiles):
-                ptx.mbarrier_wait(smem.q_full + 8 * tile, q_phase)
+                ptx.mbarrier_wait(smem.q_full + 8 * tile, q_phase, scope)
             q_phase = q_phase ^ 1
             if count > 0:
                 next_slot, next_phase = slot, phase
@@ -314,7 +342,7 @@ class ForwardKernel:
                         ptx.mbarrier_wait(smem.p_full + 8 * tile, score & 1)
                         ptx.mbarrier_wait(smem.o_ready + 8 * tile, (score & 1) ^ 1)
                         end_slot, end_phase = self.values(
-                            p, smem, ring, slot, phase, tmem, tile, tile, first_slice, index > 0
+                            p, smem, ring, slot, phase, tmem, tile, tile, columns, index > 0
                         )
                         if more:
                             end_slot, end_phase = self.scores(p, smem, ring, end_slot, end_phase, tmem, tile, tile)
@@ -323,9 +351,9 @@ class ForwardKernel:
                     if more:
                         slot, phase = self.scores(p, smem, ring, slot, phase, tmem, 0, (score + 1) % 2)
                     buffer = score % 2
-                    ptx.mbarrier_wait(smem.p_full + 8 * buffer, (score // 2) & 1)
-                    ptx.mbarrier_wait(smem.o_ready, (score & 1) ^ 1)
-                    slot, phase = self.values(p, smem, ring, slot, phase, tmem, 0, buffer, first_slice, index > 0)
+                    ptx.mbarrier_wait(smem.p_full + 8 * buffer, (score // 2) & 1, scope)
+                    ptx.mbarrier_wait(smem.o_ready, (score & 1) ^ 1, scope)
+                    slot, phase = self.values(p, smem, ring, slot, phase, tmem, 0, buffer, columns, index > 0)
                 score = score + 1
 
     @cute.jit
@@ -337,23 +365,18 @@ class ForwardKernel:
             phase,
             tmem + buffer * KEYS,
             smem.query + tile * p.query_slices * SLICE_BYTES,
-            p.k_slices,
-            p.k_tail_steps,
+            p.k_steps,
             p.score_instruction,
             tile == self.config.query_tiles - 1,
         )
         with cute.arch.elect_one():
-            ptx.tcgen05_commit(smem.s_full + 8 * buffer)
+            ptx.tcgen05_commit(smem.s_full + 8 * buffer, self.config.group)
         return slot, phase
 
     @cute.jit
-    def values(self, p, smem, ring, slot, phase, tmem, tile: cutlass.Constexpr, buffer, first_slice, accumulate):
+    def values(self, p, smem, ring, slot, phase, tmem, tile: cutlass.Constexpr, buffer, columns, accumulate):
         """O (+)= P V; the last tile gives the slots back."""
         ptx.tcgen05_fence_after()
-        count = cutlass.min(p.chunk_slices, p.v_slices - first_slice)
-        tail = Int32(SLICE)
-        if first_slice + count == p.v_slices:
-            tail = p.v_tail_columns
         slot, phase = slices.multiply_rows(
             ring,
             slot,
@@ -361,20 +384,19 @@ class ForwardKernel:
             tmem + OUTPUT_COLUMN + tile * ROWS,
             tmem + buffer * KEYS,
             [8 * step for step in range(KEYS // 16)],
-            count,
-            tail,
+            columns,
             p.value_instruction,
             accumulate,
             tile == self.config.query_tiles - 1,
         )
         with cute.arch.elect_one():
-            ptx.tcgen05_commit(smem.o_full + 8 * tile)
+            ptx.tcgen05_commit(smem.o_full + 8 * tile, self.config.group)
         return slot, phase
 
     # --- softmax ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def softmax(self, p, smem, tmem, tile_blocks: cute.Pointer, row_low: cute.Pointer, row_high: cute.Pointer):
+    def softmax(self, p, smem, rank, tmem, tile_blocks: cute.Pointer, row_low: cute.Pointer, row_high: cute.Pointer):
         """Softmax warps, one thread a row: reads S, writes P over it, publishes rescale factors and the row's sums."""
         tiles = self.config.query_tiles
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -383,11 +405,11 @@ class ForwardKernel:
         lanes = (warp % 4) << 21
         score, stat_phase = Int32(0), Int32(1)
         statistic = smem.scale + (tile * ROWS + lane_row) * 4
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        for item in cutlass.range(block, p.items, blocks, unroll=1):
-            batch, _, first_row, _, first_block, count = self.work(p, tile_blocks, item)
-            row = first_row + tile * p.row_step + lane_row
+        first_item, items = slices.first_item(self.config.group)
+        for item in cutlass.range(first_item, p.items, items, unroll=1):
+            batch, head, first_row, _, first_block, count = self.work(p, tile_blocks, item)
+            tile_row, _ = self.place(p, first_row, head, tile, rank)
+            row = tile_row + lane_row
             low, high = slices.interval(p, p.query_length, p.key_value_length, batch, row, row_low, row_high)
             cute.arch.sync_warp()  # together again: a wait must have one result for the whole warp
             maximum, total = Float32(-INFINITY), Float32(0.0)
@@ -442,7 +464,7 @@ class ForwardKernel:
                 ptx.tcgen05_fence_before()
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    ptx.mbarrier_arrive(smem.p_full + 8 * buffer)
+                    slices.arrive_at_leader(smem.p_full_mma + 8 * buffer, self.config.group)
                 score = score + 1
 
             ptx.mbarrier_wait(smem.stat_empty + 8 * tile, stat_phase)
@@ -486,21 +508,18 @@ class ForwardKernel:
 
     @cute.jit
     def correction(
-        self, p, smem, tmem, tile_blocks: cute.Pointer, lse: cute.Pointer, sinks: cute.Pointer, o_map: Int64
+        self, p, smem, rank, tmem, tile_blocks: cute.Pointer, lse: cute.Pointer, sinks: cute.Pointer, o_map: Int64
     ):
         """Correction warps, one thread a row: rescales O when the running maximum rose, then writes O and LSE."""
         tiles = self.config.query_tiles
         lane_row = (cute.arch.warp_idx() % 4) * 32 + cute.arch.lane_idx()
         lanes = cute.arch.make_warp_uniform((cute.arch.warp_idx() % 4) << 21)
         stat_phase, o_phase, item_phase = Int32(0), Int32(0), Int32(0)
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        for item in cutlass.range(block, p.items, blocks, unroll=1):
-            batch, head, first_row, first_slice, _, count = self.work(p, tile_blocks, item)
-            v_slices = cutlass.min(p.chunk_slices, p.v_slices - first_slice)
-            chunks = v_slices * 2
-            if first_slice + v_slices == p.v_slices:
-                chunks = (v_slices * SLICE - SLICE + p.v_tail_columns + 31) // 32
+        first_item, items = slices.first_item(self.config.group)
+        for item in cutlass.range(first_item, p.items, items, unroll=1):
+            batch, head, first_row, first_dim, _, count = self.work(p, tile_blocks, item)
+            columns = self.chunk_columns(p, first_dim)
+            chunks = (columns + 31) // 32
             for _ in cutlass.range(1, count, unroll=1):
                 for tile in cutlass.range_constexpr(tiles):
                     statistic = smem.scale + (tile * ROWS + lane_row) * 4
@@ -519,7 +538,7 @@ class ForwardKernel:
                     ptx.tcgen05_fence_before()
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
-                        ptx.mbarrier_arrive(smem.o_ready + 8 * tile)
+                        slices.arrive_at_leader(smem.o_ready_mma + 8 * tile, self.config.group)
                 stat_phase = stat_phase ^ 1
                 o_phase = o_phase ^ 1
             for tile in cutlass.range_constexpr(tiles):
@@ -530,8 +549,8 @@ class ForwardKernel:
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     ptx.mbarrier_arrive(smem.stat_empty + 8 * tile)
-                row, tile_head = first_row + tile * p.row_step, head + tile * p.head_step
-                factor = self.finish(p, lse, sinks, total, maximum, batch, row + lane_row, tile_head, first_slice)
+                row, tile_head = self.place(p, first_row, head, tile, rank)
+                factor = self.finish(p, lse, sinks, total, maximum, batch, row + lane_row, tile_head, first_dim)
                 cute.arch.sync_warp()
                 staging = smem.query + tile * p.query_slices * SLICE_BYTES
                 if count > 0:
@@ -543,7 +562,7 @@ class ForwardKernel:
                     ptx.tcgen05_fence_before()
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
-                        ptx.mbarrier_arrive(smem.o_ready + 8 * tile)
+                        slices.arrive_at_leader(smem.o_ready_mma + 8 * tile, self.config.group)
                 else:
                     ptx.mbarrier_wait(smem.q_full + 8 * tile, item_phase)
                     for chunk in cutlass.range(chunks, unroll=1):
@@ -551,19 +570,21 @@ class ForwardKernel:
                 ptx.fence_proxy_async_shared()
                 cute.arch.barrier(barrier_id=1, number_of_threads=128)
                 if lane_row == 0:
-                    for index in cutlass.range(v_slices, unroll=1):
-                        where = ((first_slice + index) * SLICE, row, tile_head, batch)
+                    for index in cutlass.range((columns + SLICE - 1) // SLICE, unroll=1):
+                        where = (first_dim + index * SLICE, row, tile_head, batch)
                         ptx.tma_store(4, staging + index * SLICE_BYTES, o_map, where)
                     ptx.bulk_commit_group()
                     ptx.bulk_wait_group_read()
                     ptx.mbarrier_arrive(smem.q_empty + 8 * tile)
                 cute.arch.sync_warp()
-            stat_phase, item_phase = stat_phase ^ 1, item_phase ^ 1
+            stat_phase = stat_phase ^ 1
+            if (rank == 0) | (count == 0):
+                item_phase = item_phase ^ 1
             if count > 0:
                 o_phase = o_phase ^ 1
 
     @cute.jit
-    def finish(self, p, lse: cute.Pointer, sinks: cute.Pointer, total, maximum, batch, row, head, first_slice):
+    def finish(self, p, lse: cute.Pointer, sinks: cute.Pointer, total, maximum, batch, row, head, first_dim):
         """Writes the row's log-sum-exp; returns the factor that makes the accumulator the output."""
         factor = ptx.rcp(total)
         peak = ptx.mul(maximum, p.scale)  # log2 units
@@ -586,7 +607,7 @@ class ForwardKernel:
         value = ptx.fma(peak, LN_2_HIGH, ptx.fma(peak, LN_2_LOW, cute.math.log(total) + remainder * LN_2_HIGH))
         if maximum == -INFINITY:
             factor, value = Float32(0.0), sink
-        if (row < p.query_length) & (first_slice == 0):
+        if (row < p.query_length) & (first_dim == 0):
             cute.make_tensor(lse, cute.make_layout(1 << 30))[(batch * p.query_length + row) * p.heads + head] = value
         return factor
 
@@ -612,7 +633,12 @@ def build(name: str, options: dict):
     def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
         maps = [slices.nominal_tensor_map(f32, element, n) for _ in range(4)]
         forward.kernel(*maps, f32, i32, i32, i32, i32, i32, f32, x, x, (n,) * len(Params.NAMES)).launch(
-            grid=(n, 1, 1), block=(THREADS, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1
+            grid=(n, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=None if config.group == 1 else (config.group, 1, 1),
+            smem=227 * 1024,
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
     f32, i32 = (make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=4) for t in (Float32, Int32))

@@ -1,7 +1,7 @@
-"""The gradient kernel with its loop in a wrong order: slices of B1 are given back only once all have been multiplied.
+"""The gradient kernel with its loop in a wrong order: slots of B1 are given back only once all have been multiplied.
 
-The producer cannot bring the last slice of a block while the consumer holds the first ones and waits for it: with
-fewer slots than slices this deadlocks, with as many it gives right results.
+The producer cannot bring the last slot of a block while the consumer holds the first ones and waits for it: with
+a ring smaller than B1 this deadlocks, with one as large it gives right results.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ SOURCES += tuple(PACKAGE / path for path in ("kernels/common/ptx.py", "kernels/r
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Which of the two passes."""
+    """Which of the two passes, and whether by pairs of blocks."""
 
     transposed: bool
+    group: int
     dtype: str = "bfloat16"

@@ -16,15 +16,12 @@ class LateRelease(backward.BackwardKernel):
     @cute.jit
     def scores(self, p, smem, slot, phase, tmem):
         ring, first = smem.ring, slot
-        accumulator, steps = tmem + backward.SCORE_COLUMN, (p.a1_tail_columns + 15) // 16
-        slot, phase = slices.multiply_dims(
-            ring, slot, phase, accumulator, smem.a1, p.a1_slices, steps, p.score_instruction, False
-        )
-        for index in cutlass.range(p.a1_slices, unroll=1):
+        slot, phase = slices.multiply_dims(ring, slot, phase, tmem, smem.a1, p.a1_steps, p.score_instruction, False)
+        for index in cutlass.range(slices.slots_of(ring, p.a1_steps * 16), unroll=1):
             with cute.arch.elect_one():
-                ptx.tcgen05_commit(ring.empty + 8 * ((first + index) % ring.slots))
+                ptx.tcgen05_commit(ring.empty + 8 * ((first + index) % ring.slots), ring.group)
         with cute.arch.elect_one():
-            ptx.tcgen05_commit(smem.s_full)
+            ptx.tcgen05_commit(smem.s_full, ring.group)
         return slot, phase
 
 
