@@ -12,7 +12,6 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
 
 from emulator import attention_counts as counts
-from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.plan import backward, forward
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target

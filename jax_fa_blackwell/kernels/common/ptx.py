@@ -44,8 +44,8 @@ def mbarrier_wait(barrier: Int32, phase: Int32, scope: str = "cta"):
     Not the DSL's own wait: that branches with ``.uni``, and lanes that were apart before it may get different answers.
     """
     inline_ptx(
-        f"{{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [{{$r0}}], {{$r1}}, "
-        "10000000; @done bra ended; bra again; ended: }",
+        f"{{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, "
+        "[{$r0}], {$r1}, 10000000; @done bra ended; bra again; ended: }",
         read_only_args=[barrier, Int32(phase)],
     )
 

@@ -98,7 +98,9 @@ class ForwardConfig:
 
     def __post_init__(self):
         if (self.query_tiles, self.group) not in ((1, 1), (2, 1), (1, 2)):
-            raise ValueError(f"query_tiles and group must be 1, 1 or 2, 1 or 1, 2; got {self.query_tiles}, {self.group}")
+            raise ValueError(
+                f"query_tiles and group must be 1, 1 or 2, 1 or 1, 2; got {self.query_tiles}, {self.group}"
+            )
 
     @property
     def packed(self) -> str:
@@ -290,9 +292,7 @@ class ForwardKernel:
                     barrier = slices.expect(barrier, query_slices * SLICE_BYTES, group, rank)
                     destination = smem.query + tile * p.query_slices * SLICE_BYTES
                     tile_row, tile_head = self.place(p, row, head, tile, rank)
-                    slices.load_resident(
-                        destination, q_map, query_slices, tile_row, tile_head, batch, barrier, group
-                    )
+                    slices.load_resident(destination, q_map, query_slices, tile_row, tile_head, batch, barrier, group)
             if count > 0:
                 first_key = first_block * KEYS
                 slot, phase = slices.load_for_scores(ring, slot, phase, k_map, p.k_steps, first_key, kv_head, batch)

@@ -192,7 +192,7 @@ def load_resident(destination, tensor_map: Int64, slices, row, head, batch, barr
 
 @cute.jit
 def load_slot(ring, slot, phase, tensor_map: Int64, first, second, head, batch, note):
-    """Loads the next slot from (head dim, row) ``first``, and a second box if any; returns the slot and phase after it."""
+    """Loads the next slot from (head dim, row) ``first`` and, if any, ``second``; returns the slot and phase after."""
     ptx.mbarrier_wait(ring.empty + 8 * slot, phase ^ 1)
     if ring.is_cleaned != 0:
         ptx.st_shared_b32(ring.notes + 8 * slot, note)
@@ -342,7 +342,10 @@ def multiply_dims(ring, slot, phase, accumulator, resident, steps, instruction, 
 
 @cute.jit
 def multiply_streamed_dims(ring, slot, phase, accumulator, steps, instruction):
-    """As ``multiply_dims`` with A streamed too: its slices, a slot each, just before the slot of B; slots of 128 rows."""
+    """As ``multiply_dims`` with A streamed too, its slices, a slot each, just before the slot of B.
+
+    Slots are of 128 rows.
+    """
     in_slot = ring.width // 16
     for index in cutlass.range(slots_of(ring, steps * 16), unroll=1):
         used, slot, phase = wait_for_slots(ring, slot, phase, ring.group + 1)
