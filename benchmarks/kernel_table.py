@@ -2,7 +2,9 @@
 
 MMA FLOP, exponentials and PTX instructions are counted in the emulator on one head; the loop over blocks is counted in
 the machine code. All are per score that the mask lets through, so that work on masked scores shows. Registers are those
-at launch; setmaxnreg moves them between warps later.
+at launch; setmaxnreg moves them between warps later. The bound is that of the plans' account (``plan/account.py``), or
+of issue if that is lower: the counted instructions by four schedulers. Published figures, none of them measured here,
+are the best that docs/kernels.md names for the shape, on the part that is nearest.
 """
 
 import argparse
@@ -13,10 +15,23 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
 
 from emulator import attention_counts as counts
 from jax_fa_blackwell.plan import backward, forward
+from jax_fa_blackwell.plan.account import combined_tflops
+from jax_fa_blackwell.plan.slices import ROWS
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
 
-HEAD_DIMS = (64, 72, 96, 128, 192, 256, 320, 512)
+HEAD_DIMS = (64, 72, 96, 128, 160, 192, 256, 320, 512)
+PUBLISHED = {
+    ("forward", 64): 1251,
+    ("forward", 128): 1783,
+    ("forward", 256): 1900,
+    ("forward", 512): 1493,
+    ("backward", 64): 903,
+    ("backward", 128): 1490,
+    ("backward", 256): 1132,
+    ("backward", 512): 763,
+}
+SCHEDULERS = 4
 HEADER = (
     "pass",
     "head dim",
@@ -31,6 +46,8 @@ HEADER = (
     "PTX instructions a score",
     "loop a score: whole / masked block",
     "ex2 a score",
+    "bound, TFLOP/s",
+    "best published",
 )
 
 
@@ -52,6 +69,11 @@ def row(name: str, spec: AttentionSpec, passes, kernels, report, ideal_dims: int
     made = [counts.compiled(kernel) for kernel in kernels]
     loops = [counts.exponential_loop(kernel) for kernel in kernels]
     flop = counts.mma_flop(report)
+    accounts = [one.account() for one in passes]
+    bound = combined_tflops(accounts)
+    whole_scores = sum(counts.scores_of_blocks(spec, one) for one in passes) / len(passes)
+    issue = counts.work(report) / SCHEDULERS / (whole_scores / ROWS**2)
+    by_issue = bound * sum(account.bound[1] for account in accounts) / issue
 
     def side_by_side(values) -> str:
         return ", ".join(map(str, values))
@@ -70,6 +92,8 @@ def row(name: str, spec: AttentionSpec, passes, kernels, report, ideal_dims: int
         f"{counts.LANES * counts.work(report) / scores:.2f}",
         side_by_side(f"{loop.whole / loop.scores:.2f} / {loop.masked / loop.scores:.2f}" for loop in loops),
         f"{counts.exponentials(report) / scores:.2f}",
+        f"{min(bound, by_issue):,.0f}",
+        str(PUBLISHED.get((name, spec.head_dim), "")),
     )
 
 

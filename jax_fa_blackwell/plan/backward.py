@@ -18,6 +18,7 @@ from jax_fa_blackwell.plan.slices import (
     mask_scalars,
     round_up,
     slices_of,
+    streamed_dims,
 )
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import Target
@@ -140,10 +141,14 @@ class Pass:
             ideal = (2 * self.spec.head_dim + self.spec.value_head_dim if self.score_part else 0) + (
                 self.spec.value_head_dim if self.value_part else 0
             )
-        streamed = self.parts * Hv if self.streams_gradient else 0
-        shared = (rebuilt + outputs) / self.group  # a block reads and writes its half of the columns' operands
-        read = rebuilt * ROWS / self.columns + shared  # the rows' operands once a block of columns
-        return Account(self.target, ideal, rebuilt + outputs, self.parts, read, shared + streamed)
+        # The rows' operands are read once a block of columns, those of the columns by halves in a pair.
+        read = rebuilt * ROWS / self.columns + (rebuilt + outputs) / self.group
+        (key_scores, key_rows), (value_scores, value_rows) = (streamed_dims(dim, self.group) for dim in (H, Hv))
+        written = self.parts * (key_scores + (value_scores if self.score_part else 0))
+        written += (value_rows if self.value_part else 0) + (key_rows if self.score_part else 0)
+        if self.streams_gradient:
+            written += self.parts * slices_of(Hv) * SLICE
+        return Account(self.target, ideal, rebuilt + outputs, self.parts, read, written)
 
     def _columns(self, dim: int) -> int:
         """Head dims of an output that are computed: as many as an MMA's N can be."""

@@ -18,6 +18,7 @@ from jax_fa_blackwell.plan.slices import (
     mask_scalars,
     round_up,
     slices_of,
+    streamed_dims,
 )
 from jax_fa_blackwell.plan.spec import KERNELS, AttentionSpec
 from jax_fa_blackwell.plan.target import Target
@@ -125,7 +126,9 @@ class ForwardPlan:
         H, Hv = self.spec.head_dim, self.spec.value_head_dim
         scores, values = self.value_chunks * round_up(H, 16), self.v_columns
         by_hardware = 1 - (1 / self.polynomial_every if self.polynomial_every else 0)
-        written = (scores + values) / self.item_tiles  # the tiles of an item share K and V
+        for_scores, _ = streamed_dims(H, self.group)
+        _, for_rows = streamed_dims(Hv, self.group)
+        written = (self.value_chunks * for_scores + for_rows) / self.query_tiles  # a block's tiles share K and V
         read = scores + (scores + values) / self.group  # Q, and a block's half of K and V
         return Account(self.target, H + Hv, scores + values, self.value_chunks * by_hardware, read, written)
 

@@ -30,9 +30,12 @@ def slices_of(dim: int) -> int:
     return -(-dim // SLICE)
 
 
-def tail_of(dim: int) -> int:
-    """Head dims in the last slice."""
-    return dim - (slices_of(dim) - 1) * SLICE
+def streamed_dims(dim: int, group: int) -> tuple[float, int]:
+    """Head dims of 128 rows that a block of a group loads of a streamed operand: for scores, and for rows.
+
+    In a pair a slot has half of the rows of 128 head dims, or all rows of 64 (``kernels/sm100/slices.py``).
+    """
+    return slices_of(dim) * SLICE / group, round_up(dim, SLICE * group) // group
 
 
 def mask_scalars(spec: AttentionSpec, transposed: bool) -> dict[str, int]:

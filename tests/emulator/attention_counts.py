@@ -20,6 +20,7 @@ from attention_cases import Case, Shape
 from emulator import attention_kernels
 from jax_fa_blackwell import cuda, export
 from jax_fa_blackwell.kernels import registry
+from jax_fa_blackwell.plan import backward, forward
 from jax_fa_blackwell.plan.slices import ROWS
 from jax_fa_blackwell.plan.spec import AttentionSpec
 
@@ -68,6 +69,13 @@ def scores(spec: AttentionSpec) -> int:
     first = np.maximum(rows + spec.lower, 0)
     end = np.minimum(rows + spec.upper, spec.key_value_length)
     return int(np.maximum(end - first, 0).sum())
+
+
+def scores_of_blocks(spec: AttentionSpec, plan: forward.ForwardPlan | backward.Pass) -> int:
+    """Scores of the blocks that a launch computes: for all rows of an item where one of them sees one of the block."""
+    if spec.mask_form == "none":
+        return spec.query_length * spec.key_value_length
+    return ROWS * ROWS * causal_blocks(spec.query_length, plan.group_rows)
 
 
 def causal_blocks(length: int, group_rows: int) -> int:

@@ -5,7 +5,7 @@ import pytest
 from emulator import attention_counts as counts
 from jax_fa_blackwell import export
 from jax_fa_blackwell.plan import backward, forward
-from jax_fa_blackwell.plan.slices import ROWS, round_up
+from jax_fa_blackwell.plan.slices import ROWS, SLICE_BYTES, round_up
 from jax_fa_blackwell.plan.target import get_target
 
 pytestmark = [
@@ -23,6 +23,11 @@ def exponentials(run, spec):
     return min(counts.exponentials(run(spec, seed)) for seed in range(3))
 
 
+def written_bytes(scores, plan):
+    """What TMA writes to shared memory of the streamed operands, by the plan's account."""
+    return scores // ROWS**2 * plan.account().written_dims * ROWS * 2
+
+
 class TestForward:
     @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
     @pytest.mark.parametrize(("H", "Hv"), HEAD_DIMS)
@@ -30,14 +35,17 @@ class TestForward:
         spec = counts.make_spec(LENGTH, H, Hv, causal)
         plan = forward.plan_forward(spec, TARGET)
         report = counts.run_forward(spec)
-        blocks = counts.causal_blocks(LENGTH, plan.group_rows) if causal else (LENGTH // ROWS) ** 2
+        scores = counts.scores_of_blocks(spec, plan)
         dims = plan.value_chunks * round_up(H, 16) + round_up(Hv, 16 * plan.group)
-        assert counts.mma_flop(report) == 2 * blocks * ROWS * ROWS * dims
+        assert counts.mma_flop(report) == 2 * scores * dims
         if not causal and H % 16 == Hv % (16 * plan.group) == 0 and Hv <= 256:
             assert counts.mma_flop(report) == 2 * LENGTH * LENGTH * (H + Hv)
+        if not causal:
+            queries = LENGTH // ROWS * plan.value_chunks * plan.k_slices * SLICE_BYTES
+            assert report.tma_bytes_in == queries + written_bytes(scores, plan)
         by_polynomial = ROWS // plan.polynomial_every if plan.polynomial_every else 0
         a_row = ROWS - by_polynomial + 1  # and the factor that rescales the row
-        assert exponentials(counts.run_forward, spec) == plan.value_chunks * blocks * ROWS * a_row
+        assert exponentials(counts.run_forward, spec) == plan.value_chunks * scores // ROWS * a_row
 
     def test_blocks_of_a_causal_mask(self):
         assert counts.causal_blocks(512, 128) == 1 + 2 + 3 + 4
@@ -51,13 +59,14 @@ class TestBackward:
         spec = counts.make_spec(LENGTH, H, Hv, causal)
         passes = backward.plan_backward(spec, TARGET)
         report = counts.run_backward(spec)
-        # Scores that each pass computes once a part: whole blocks of columns for all rows of an item.
-        blocks = [counts.causal_blocks(LENGTH, one.group_rows) if causal else (LENGTH // ROWS) ** 2 for one in passes]
-        scores = [ROWS * ROWS * count for count in blocks]
+        scores = [counts.scores_of_blocks(spec, one) for one in passes]  # that each pass computes once a part
         computed = sum(count * one.parts for count, one in zip(scores, passes, strict=True))
         assert exponentials(counts.run_backward, spec) == computed
         flop = sum(2 * count * one.account().mma_dims for count, one in zip(scores, passes, strict=True))
         assert counts.mma_flop(report) == flop
+        if not causal:
+            rows = sum(LENGTH // ROWS * one.parts * one.resident_slices * SLICE_BYTES for one in passes)
+            assert report.tma_bytes_in == rows + sum(written_bytes(LENGTH**2, one) for one in passes)
         if H % 32 == Hv % 32 == 0:
             products = sum(count * one.gemms for count, one in zip(scores, passes, strict=True))
             assert flop == pytest.approx(2 * products * (H + Hv) / 2, rel=1e-12)

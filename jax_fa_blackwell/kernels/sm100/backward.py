@@ -310,9 +310,9 @@ class BackwardKernel:
                     for part in cutlass.range_constexpr(ring.group):
                         where = (index * ring.width + part * SLICE, row)
                         slot, phase = slices.load_slot(
-                            ring, slot, phase, a2_map, where, None, head, batch, Int32(slices.SCORES)
+                            ring, slot, phase, a2_map, where, None, True, head, batch, Int32(slices.SCORES)
                         )
-                    slot, phase = slices.load_scores_slot(ring, slot, phase, b2_map, index, at, of, batch)
+                    slot, phase = slices.load_scores_slot(ring, slot, phase, b2_map, index, p.a2_steps, at, of, batch)
         return slot, phase
 
     # --- MMA ----------------------------------------------------------------------------------------------------

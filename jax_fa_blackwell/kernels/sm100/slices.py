@@ -191,8 +191,11 @@ def load_resident(destination, tensor_map: Int64, slices, row, head, batch, barr
 
 
 @cute.jit
-def load_slot(ring, slot, phase, tensor_map: Int64, first, second, head, batch, note):
-    """Loads the next slot from (head dim, row) ``first`` and, if any, ``second``; returns the slot and phase after."""
+def load_slot(ring, slot, phase, tensor_map: Int64, first, second, is_whole, head, batch, note):
+    """Loads the next slot from (head dim, row) ``first`` and, if any, ``second``; returns the slot and phase after.
+
+    Without ``is_whole`` the second box of two lies beyond the head dims, and is left out.
+    """
     ptx.mbarrier_wait(ring.empty + 8 * slot, phase ^ 1)
     if ring.is_cleaned != 0:
         ptx.st_shared_b32(ring.notes + 8 * slot, note)
@@ -201,13 +204,15 @@ def load_slot(ring, slot, phase, tensor_map: Int64, first, second, head, batch, 
     if cutlass.const_expr(ring.group == 1):
         ptx.mbarrier_arrive_expect_tx(barrier, ring.slot_bytes)
     else:
+        size = Int32(ring.slot_bytes // 2) * (1 + Int32(is_whole))
         if ring.is_cleaned != 0:
-            ptx.mbarrier_arrive_expect_tx(barrier, ring.slot_bytes)
+            ptx.mbarrier_arrive_expect_tx(barrier, size)
         else:
-            barrier = expect(barrier, ring.slot_bytes, ring.group, ring.rank)
+            barrier = expect(barrier, size, ring.group, ring.rank)
     ptx.tma_load(4, data, tensor_map, (*first, head, batch), barrier, ring.group)
     if cutlass.const_expr(second is not None):
-        ptx.tma_load(4, data + ring.slot_bytes // 2, tensor_map, (*second, head, batch), barrier, ring.group)
+        if is_whole:
+            ptx.tma_load(4, data + ring.slot_bytes // 2, tensor_map, (*second, head, batch), barrier, ring.group)
     return advance(ring, slot, phase)
 
 
@@ -215,17 +220,18 @@ def load_slot(ring, slot, phase, tensor_map: Int64, first, second, head, batch, 
 def load_for_scores(ring, slot, phase, tensor_map: Int64, steps, row, head, batch):
     """Loads a block of rows, ``steps`` times 16 head dims, for ``multiply_dims``; returns the next slot and phase."""
     for index in cutlass.range(slots_of(ring, steps * 16), unroll=1):
-        slot, phase = load_scores_slot(ring, slot, phase, tensor_map, index, row, head, batch)
+        slot, phase = load_scores_slot(ring, slot, phase, tensor_map, index, steps, row, head, batch)
     return slot, phase
 
 
 @cute.jit
-def load_scores_slot(ring, slot, phase, tensor_map: Int64, index, row, head, batch):
+def load_scores_slot(ring, slot, phase, tensor_map: Int64, index, steps, row, head, batch):
     """The ``index``-th slot of ``load_for_scores``."""
     at = row + ring.rank * (ring.rows // 2)
     first = (index * ring.width, at)
     second = None if ring.group == 1 else (index * ring.width + SLICE, at)
-    return load_slot(ring, slot, phase, tensor_map, first, second, head, batch, Int32(SCORES))
+    is_whole = index * ring.width + SLICE < steps * 16
+    return load_slot(ring, slot, phase, tensor_map, first, second, is_whole, head, batch, Int32(SCORES))
 
 
 @cute.jit
@@ -236,7 +242,7 @@ def load_for_rows(ring, slot, phase, tensor_map: Int64, first, columns, row, hea
         if cutlass.const_expr(ring.group == 2):
             dim = dim + ring.rank * (cutlass.min(columns - index * ring.width, ring.width) // 2)
         second = None if ring.group == 1 else (dim, row + ring.rows // 2)
-        slot, phase = load_slot(ring, slot, phase, tensor_map, (dim, row), second, head, batch, row)
+        slot, phase = load_slot(ring, slot, phase, tensor_map, (dim, row), second, True, head, batch, row)
     return slot, phase
 
 
