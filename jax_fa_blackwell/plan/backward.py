@@ -212,9 +212,7 @@ def work_lists(passes: tuple[Pass, ...], transposed: bool) -> list[int]:
     return sorted({one.group_rows for one in passes if one.transposed == transposed})
 
 
-def launch_backward(
-    passes: tuple[Pass, ...], find: Callable[[str], tuple[str, str, str]]
-) -> launch.LaunchPlan:
+def launch_backward(passes: tuple[Pass, ...], find: Callable[[str], tuple[str, str, str]]) -> launch.LaunchPlan:
     """The custom call: the passes one after the other.
 
     Arguments: query, key, value, dO, fp32 LSE [B, N, T], fp32 delta [B, N, T], then for row intervals of the

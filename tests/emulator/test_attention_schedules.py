@@ -105,7 +105,7 @@ def make_small_plan(spec, arch, find, *, slots: int):
     """The backward's plan with a small ring."""
     passes = backward_plan.plan_backward(spec, small_target(spec, slots))
     assert min(one.slots for one in passes) == slots
-    return backward_plan.launch_backward(passes, {one.kernel: find(one.kernel, arch) for one in passes})
+    return backward_plan.launch_backward(passes, functools.partial(find, arch=arch))
 
 
 def run_backward(case: Case, make_plan, run):
