@@ -1,0 +1,222 @@
+"""flash_attention's kernels on whatever GPU there is, through the public function."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import attention_cases
+import attention_grid
+from attention_cases import Case, Shape
+from jax_fa_blackwell import custom_call, flash_attention, lowering
+from jax_fa_blackwell.plan import attention as attention_plan
+from jax_fa_blackwell.plan.spec import AttentionSpec
+from jax_fa_blackwell.plan.target import get_target
+
+
+def why_not() -> str:
+    """Why these tests cannot run here; empty if they can."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return "no CUDA device"
+    return "" if lowering.arches() else f"no kernels for {devices[0].device_kind}"
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is there")]
+
+GRID = 240
+CAUSAL = (("is_causal", True),)
+
+
+def takes(head_dim: int, value_head_dim: int) -> bool:
+    """Whether this GPU's kernels take the head dims."""
+    spec = AttentionSpec(1, 1, 1, 1, 1, head_dim, value_head_dim, "bfloat16", 1.0)
+    return all(attention_plan.supports(spec, get_target(arch)) is None for arch in lowering.arches())
+
+
+def evaluate(case: Case, inputs, cotangents):
+    """Results and gradients by the kernels, compiled."""
+    run = jax.jit(attention_cases.flash_evaluator(case, "cuda"))
+    return {name: np.asarray(array) for name, array in run(inputs, cotangents).items()}
+
+
+def check(case: Case, magnitude: float = 1.0, seed: int = 1):
+    if not takes(case.shape.H, case.shape.Hv):
+        pytest.skip("head dims beyond this GPU's kernels")
+    attention_grid.check(case, magnitude, seed, evaluate)
+
+
+@pytest.mark.parametrize("seed", range(GRID))
+def test_right(seed):
+    check(*attention_grid.random_case(seed), seed)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim(head_dim):
+    check(Case("dims", Shape(1, 130, 150, 2, 1, head_dim, head_dim), CAUSAL))
+    check(Case("dims", Shape(1, 70, 150, 2, 2, head_dim, 264 - head_dim)))
+
+
+LONG = {
+    "causal": Case("causal", Shape(1, 2048, 2048, 16, 4, 128, 128), CAUSAL),
+    "many": Case("many", Shape(16, 384, 300, 16, 16, 64, 64)),
+    "packed": Case("packed", Shape(2, 1500, 1500, 16, 2, 80, 80), CAUSAL, segments=True),
+    "wide": Case("wide", Shape(1, 1024, 1024, 24, 24, 256, 256), CAUSAL),
+    "window": Case("window", Shape(1, 2000, 2000, 24, 8, 192, 128), (("is_causal", True), ("local_window_size", 300))),
+    "one query": Case("one", Shape(40, 1, 1000, 8, 2, 128, 128), lengths="key"),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_many_items_for_each_block(name):
+    """Against float32 by XLA on the same GPU; the poison and the rule are those of the small cases."""
+    case = LONG[name]
+    inputs = attention_cases.make_inputs(case, 1, ml_dtypes.bfloat16)
+    cotangents = attention_cases.make_cotangents(case, 1, ml_dtypes.bfloat16)
+    floats = {n: a.astype(np.float32) if n in attention_cases.DIFFERENTIABLE else a for n, a in inputs.items()}
+    precise = attention_cases.flash_evaluator(case, "xla")
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(precise)(floats, tuple(array.astype(np.float32) for array in cotangents))
+    plain = jax.jit(precise)(inputs, cotangents)
+    results = evaluate(case, inputs, cotangents)
+    wide = [{name: np.asarray(array, np.float64) for name, array in each.items()} for each in (expected, plain)]
+    attention_cases.check_results(case, results, wide[0], wide[1:])
+
+
+def arrays(case: Case, seed: int = 0):
+    """Query, key and value of a case on the GPU."""
+    inputs = attention_cases.make_inputs(case, seed, ml_dtypes.bfloat16)
+    return [jnp.asarray(inputs[name]) for name in ("query", "key", "value")]
+
+
+SMALL = Case("small", Shape(2, 300, 300, 4, 2, 72, 72), CAUSAL)
+
+
+def attend(query, key, value, implementation="cuda"):
+    return flash_attention(query, key, value, is_causal=True, implementation=implementation)
+
+
+def loss(*operands, implementation="cuda"):
+    weights = jnp.cos(jnp.arange(operands[0].shape[-1], dtype=jnp.float32))
+    return (attend(*operands, implementation=implementation).astype(jnp.float32) * weights).sum()
+
+
+gradient = jax.grad(loss, (0, 1, 2))
+
+
+def same(got, wanted):
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(theirs, np.float32))
+
+
+def test_jit_runs_the_kernels_and_gives_the_same_bits():
+    operands = arrays(SMALL)
+    compiled = jax.jit(gradient).lower(*operands).compile()
+    assert (compiled.as_text() or "").count(
+        f'custom_call_target="{custom_call.TARGET}"'
+    ) == 3  # forward, delta, backward
+    same(compiled(*operands), gradient(*operands))
+
+
+def test_scan():
+    layers = [arrays(SMALL, seed) for seed in range(4)]
+    stacked = [jnp.stack(each) for each in zip(*layers, strict=True)]
+    _, results = jax.jit(lambda xs: jax.lax.scan(lambda carry, x: (carry, gradient(*x)), 0, xs))(tuple(stacked))
+    for index, layer in enumerate(layers):
+        same([each[index] for each in results], jax.jit(gradient)(*layer))
+
+
+def test_vmap():
+    layers = [arrays(SMALL, seed) for seed in range(3)]
+    stacked = [jnp.stack(each) for each in zip(*layers, strict=True)]
+    results = jax.jit(jax.vmap(gradient))(*stacked)
+    for index, layer in enumerate(layers):
+        same([each[index] for each in results], jax.jit(gradient)(*layer))
+    of_queries = jax.jit(jax.vmap(attend, (0, None, None)))(stacked[0], *layers[0][1:])
+    for index in range(3):
+        same(of_queries[index], jax.jit(attend)(stacked[0][index], *layers[0][1:]))
+
+
+def test_remat():
+    operands = arrays(SMALL)
+    same(jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(*operands), jax.jit(gradient)(*operands))
+
+
+def test_donated_buffers():
+    operands = arrays(SMALL)
+
+    def step(query, key, value):
+        return tuple(x - y for x, y in zip((query, key, value), gradient(query, key, value), strict=True))
+
+    wanted, donated = operands, [x + 0 for x in operands]
+    for _ in range(4):
+        wanted = jax.jit(step)(*wanted)
+        donated = jax.jit(step, donate_argnums=(0, 1, 2))(*donated)
+    same(donated, wanted)
+
+
+@pytest.mark.parametrize("name", ["causal", "wide", "packed"])
+def test_gradients_have_the_same_bits_every_time(name):
+    case = LONG[name]
+    small = dataclasses.replace(case, shape=dataclasses.replace(case.shape, B=1, T=500, S=500, N=4, K=2))
+    inputs = attention_cases.make_inputs(small, 0, ml_dtypes.bfloat16)
+    cotangents = tuple(map(jnp.asarray, attention_cases.make_cotangents(small, 0, ml_dtypes.bfloat16)))
+    attention = functools.partial(flash_attention, implementation="cuda", return_lse=True, deterministic=True)
+    run = jax.jit(attention_cases.evaluator(small, attention))
+    first = run(inputs, cotangents)
+
+    @jax.jit
+    def differences(count, results):
+        return count + sum(
+            jnp.sum(a != b) for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(first), strict=True)
+        )
+
+    count = jnp.zeros((), jnp.int32)
+    for _ in range(1000):
+        count = differences(count, run(inputs, cotangents))
+    assert count == 0
+
+
+COMMAND_BUFFERS = """
+import jax, numpy as np
+from test_attention_gpu import SMALL, arrays, gradient, same
+
+step = jax.jit(gradient)
+operands = [arrays(SMALL, seed) for seed in range(3)]
+wanted = [[np.asarray(x) for x in gradient(*each)] for each in operands]
+kept = []  # results stay alive, so that every call gets new buffers
+for i in range(30):
+    each = operands[i % 3]
+    if i % 2:
+        each = [x + 0 for x in each]  # other argument buffers, the same values
+    kept.append(step(*each))
+for i, results in enumerate(kept):
+    same(results, wanted[i % 3])
+print("right")
+"""
+
+
+@pytest.mark.parametrize("kinds", ["FUSION,CUSTOM_CALL", ""], ids=["on", "off"])
+def test_command_buffers_with_moving_results(kinds):
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer={kinds} --xla_gpu_graph_min_graph_size=1"
+    )
+    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    places = [os.path.dirname(os.path.abspath(__file__)), tests, os.environ.get("PYTHONPATH")]
+    environment = os.environ | {
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": os.pathsep.join(filter(None, places)),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    command = [sys.executable, "-c", COMMAND_BUFFERS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("right\n")
