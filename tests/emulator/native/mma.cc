@@ -11,7 +11,7 @@
 namespace emu::mma {
 namespace {
 
-constexpr int kWindow = 25;          // fraction bits below the largest exponent that sums are made of; fewer may be kept
+constexpr int kWindow = 25;          // fraction bits of a sum below the largest exponent; fewer may be kept
 constexpr int kHiddenBitOuter = 12;      // where a decoded significand's leading bit lies; the two sum to kWindow - 1 + 1, so
 constexpr int kHiddenBitInner = 13;      // that a product of two significands is in units of 2**(sum of exponents - kWindow)
 constexpr int kExponentOfZero = -8192;  // below every real exponent: a zero never moves the window

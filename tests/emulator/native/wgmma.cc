@@ -1,11 +1,11 @@
-// wgmma.mma_async, .fence, .commit_group and .wait_group (PTX ISA 9.7.15). The arithmetic is that of tcgen05.mma, at the
-// precision that an H200 shows.
+// wgmma.mma_async, .fence, .commit_group and .wait_group (PTX ISA 9.7.15). The arithmetic is that of tcgen05.mma, at
+// the precision that an H200 shows.
 //
 // Each warp of a warpgroup computes its own 16 rows, as on the hardware, perhaps before the other warps have issued the
-// instruction: what only they have waited for may be missing. But it completes for all four at once: kernels count on that
-// where one thread signals for the warpgroup. Fragments are those of mma.sync: register j of A holds
-// bytes 16 (j / 2) + 4 (lane % 4) of row lane / 4 + 8 (j % 2); of every 8 columns of D a lane holds two neighbours in row
-// lane / 4, then in row lane / 4 + 8, in four registers or (f16) two.
+// instruction: what only they have waited for may be missing. But it completes for all four at once: kernels count on
+// that where one thread signals for the warpgroup. Fragments are those of mma.sync: register j of A holds bytes 16 (j /
+// 2) + 4 (lane % 4) of row lane / 4 + 8 (j % 2); of every 8 columns of D a lane holds two neighbours in row lane / 4,
+// then in row lane / 4 + 8, in four registers or (f16) two.
 #include "wgmma.h"
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // wgmma in use (PTX ISA 9.7.15): which registers of a warp it holds, its groups, and the warps of a warpgroup in step.
 //
 // A warp's share of a wgmma.mma_async is 16 rows of D: an operation of the cluster's asynchronous queue, which reads A,
-// B and the accumulator when it lands, at any time from its issue to the wgmma.wait_group that retires it. The rules for
-// registers do not depend on when it lands: registers are in use until the wait.
+// B and the accumulator when it lands, at any time from its issue to the wgmma.wait_group that retires it. The rules
+// for registers do not depend on when it lands: registers are in use until the wait.
 #pragma once
 
 #include <array>
