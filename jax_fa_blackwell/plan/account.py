@@ -31,7 +31,7 @@ class Account:
     ideal_dims: int
     mma_dims: int
     exp2: float
-    read_dims: int
+    read_dims: float
     written_dims: float
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
 import functools
 import hashlib
 import pathlib
@@ -30,15 +31,17 @@ __all__ = ["backward", "evaluate", "forward", "kernel_text", "make_spec", "prepa
 
 @functools.cache
 def kernel_text(name: str, arch: str) -> str:
-    """The PTX of a variant, kept under build/."""
+    """The PTX of a variant, kept under build/; of processes that want the same at once, one compiles it."""
     variant = registry.get_variant(name)
     tools = hashlib.sha256(repr(export.toolchain()).encode()).hexdigest()[:16]
     path = CACHE / f"{name}-{arch}-{variant.source_hash(arch)[:24]}-{tools}.ptx"
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        compiled = export.compile_variant(variant, arch)
-        path.with_suffix(".tmp").write_text(compiled.ptx)
-        path.with_suffix(".tmp").replace(path)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            compiled = export.compile_variant(variant, arch)
+            path.with_suffix(".tmp").write_text(compiled.ptx)
+            path.with_suffix(".tmp").replace(path)
     return path.read_text()
 
 
