@@ -28,12 +28,14 @@ class ForwardTile:
       value_dim: class of the value head dim: the accumulator is so wide.
       columns: keys of a KV block.
       warpgroups: consumer warpgroups of 64 query rows.
+      takes_turns: whether only one warpgroup at a time issues products, so that the others do their softmax.
     """
 
     head_dim: int
     value_dim: int
     columns: int
     warpgroups: int
+    takes_turns: bool = True
 
     HEADER_BYTES: ClassVar[int] = 1024
 

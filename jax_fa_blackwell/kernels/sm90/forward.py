@@ -301,14 +301,16 @@ class ForwardKernel:
     @cute.jit
     def take_token(self, group):
         """Waits until the warpgroup before has issued its products."""
-        cute.arch.barrier(barrier_id=group + 1, number_of_threads=2 * WARPGROUP)
+        if cutlass.const_expr(self.tile.takes_turns):
+            cute.arch.barrier(barrier_id=group + 1, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_token(self, group):
         """Lets the next warpgroup issue its products."""
-        following = group + 1
-        following = following * Int32(following != self.tile.warpgroups)
-        cute.arch.barrier_arrive(barrier_id=following + 1, number_of_threads=2 * WARPGROUP)
+        if cutlass.const_expr(self.tile.takes_turns):
+            following = group + 1
+            following = following * Int32(following != self.tile.warpgroups)
+            cute.arch.barrier_arrive(barrier_id=following + 1, number_of_threads=2 * WARPGROUP)
 
     # --- softmax ------------------------------------------------------------------------------------------------
 
