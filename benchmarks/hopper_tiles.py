@@ -48,7 +48,7 @@ def tiles(head_dim: int) -> Iterator[Tile]:
             tile = make()
         except ValueError:
             return
-        if tile.registers >= 0.65 * tile.consumer_registers:
+        if tile.registers >= 0.75 * tile.consumer_registers:
             yield tile
 
     for warpgroups, choices in FORWARD_COLUMNS.items():

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import pathlib
 import subprocess
@@ -118,7 +119,8 @@ def compile_variant(variant: KernelVariant, arch: str) -> Compiled:
         raise CompileError("the kernel DSL is not installed: pip install 'jax_fa_blackwell[export]'")
     source_hash = variant.source_hash(arch)
     with tempfile.TemporaryDirectory(prefix="jax_fa_blackwell-") as folder:
-        command = [sys.executable, "-m", "jax_fa_blackwell.kernels.compile", variant.name, arch, folder]
+        text = json.dumps(variant.to_json())
+        command = [sys.executable, "-m", "jax_fa_blackwell.kernels.compile", text, arch, folder]
         package = str(pathlib.Path(__file__).parents[1])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         done = subprocess.run(

@@ -1,18 +1,20 @@
 """Compiles one kernel variant with the DSL: ``python -m jax_fa_blackwell.kernels.compile VARIANT ARCH FOLDER``.
 
-Writes ``FOLDER/cubin`` and ``FOLDER/ptx``, both of one compilation. A process of its own, because the DSL reads its
-environment when it is imported; no GPU is needed.
+VARIANT is the name of one in the registry, or any in the JSON of ``KernelVariant.to_json``. Writes ``FOLDER/cubin`` and
+``FOLDER/ptx``, both of one compilation. A process of its own, because the DSL reads its environment when it is
+imported; no GPU is needed.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pathlib
 import sys
 
 
-def main(variant_name: str, arch: str, folder: str) -> None:
+def main(variant_text: str, arch: str, folder: str) -> None:
     """Compiles and writes; exceptions end the process with a traceback for the exporter to show."""
     out = pathlib.Path(folder)
     dump = out / "dump"
@@ -27,7 +29,11 @@ def main(variant_name: str, arch: str, folder: str) -> None:
 
     from jax_fa_blackwell.kernels import registry
 
-    variant = registry.get_variant(variant_name)
+    if variant_text.startswith("{"):
+        fields = json.loads(variant_text)
+        variant = registry.KernelVariant(fields["name"], fields["kernel"], tuple(fields["options"].items()))
+    else:
+        variant = registry.get_variant(variant_text)
     module = importlib.import_module(registry.KERNELS[variant.kernel].module)
     host, arguments = module.build(variant.name, dict(variant.options))
     compiled = cute.compile(host, *arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jax_fa_blackwell.plan.slices import round_up
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
 
@@ -13,6 +14,8 @@ TILE_ROWS = 64
 """Rows of a warpgroup's products."""
 SLICE = 64
 """Head dims of a slice: one row of the 128-byte swizzle in 16-bit elements."""
+SHARED_BYTES = get_target(ARCH).shared_bytes - 1024
+"""Dynamic shared memory that a block may have: cubins of this toolchain for sm_90a ask for 1024 static bytes."""
 FORWARD_REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Registers of a consumer's and of a producer's thread by the number of consumer warpgroups."""
 BACKWARD_REGISTERS = {2: (232, 40), 3: (160, 32)}
@@ -110,7 +113,7 @@ class ForwardTile:
     @property
     def stages(self) -> int:
         """Blocks of keys, and of values, in shared memory; more than four help nothing."""
-        rest = get_target(ARCH).shared_bytes - self.HEADER_BYTES - self.warpgroups * self.query_bytes
+        rest = SHARED_BYTES - self.HEADER_BYTES - self.warpgroups * self.query_bytes
         return min(rest // (self.key_bytes + self.value_bytes), 4)
 
     @property
@@ -133,7 +136,7 @@ FORWARD_TILES = (
 )
 """The classes of head dims, the cheapest first; a call takes the first that holds both of its head dims."""
 
-STATISTIC_STAGES = 4
+STATISTIC_STAGES = 2
 """Blocks whose LSE and delta are in shared memory, where they belong to columns."""
 
 
@@ -158,7 +161,7 @@ class BackwardTile:
     has_c2: bool
     warpgroups: int = 2
 
-    BARRIER_BYTES: ClassVar[int] = 1024
+    BARRIER_BYTES: ClassVar[int] = 256
 
     def __post_init__(self):
         """The legality rule: instruction shapes, registers and shared memory."""
@@ -242,14 +245,14 @@ class BackwardTile:
     @property
     def header_bytes(self) -> int:
         """Shared memory before the operands: barriers and statistics."""
-        return self.BARRIER_BYTES + -(-STATISTIC_STAGES * self.statistic_bytes // 1024) * 1024
+        return round_up(self.BARRIER_BYTES + STATISTIC_STAGES * self.statistic_bytes, 1024)
 
     @property
     def slots(self) -> int:
-        """Blocks of columns in shared memory; more than eight help nothing."""
+        """Blocks of columns in shared memory; more than six help nothing."""
         rows = self.warpgroups * (self.a1_bytes + self.a2_bytes)
-        rest = get_target(ARCH).shared_bytes - self.header_bytes - rows
-        return min(rest // self.slot_bytes, 8)
+        rest = SHARED_BYTES - self.header_bytes - rows
+        return min(rest // self.slot_bytes, 6)
 
     @property
     def shared_bytes(self) -> int:
