@@ -25,8 +25,8 @@ test-emulator-sanitized: env-test
 	cmake --build build/emulator-sanitized --parallel
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
 	EMULATOR_LIBRARY=build/emulator-sanitized/libptx_emulator.so $(BIN)/python -m pytest -q -m "not long" --capture=no \
-	$(wildcard tests/emulator/test_core_*.py tests/emulator/test_t*.py tests/emulator/test_bulk*.py tests/emulator/test_faults*.py \
-	tests/emulator/test_kernels*.py tests/emulator/test_silicon.py)
+	$(wildcard tests/emulator/test_core_*.py tests/emulator/test_[tw]*.py tests/emulator/test_bulk*.py tests/emulator/test_f*.py \
+	tests/emulator/test_kernels*.py tests/emulator/test_mma.py tests/emulator/test_silicon.py)
 
 # Timings; on a GPU those of the kernels too.
 bench: env-test

@@ -119,35 +119,51 @@ def _partitioned(function: Callable, spec: AttentionSpec, flags: tuple[tuple[boo
 
 
 def _fold(function: Callable, flags: tuple[tuple[bool, ...], ...], spec: AttentionSpec, *arguments):
-    """Runs all elements of the mapped axes at once."""
+    """Runs all elements of the mapped axes at once: those of queries alone as more heads, the others in the batch."""
     leaves, tree = jax.tree.flatten(arguments)
     of_leaves = list(zip(*flags, strict=True))
+    levels = range(len(flags))
     extents = [
         next(leaf.shape[sum(has[:level])] for leaf, has in zip(leaves, of_leaves, strict=True) if has[level])
-        for level in range(len(flags))
+        for level in levels
     ]
-    size = math.prod(extents)
+
+    def shares_keys(level):
+        operands = jax.tree.unflatten(tree, flags[level])[0]
+        return not (operands.key or operands.value or operands.lo or operands.hi)
+
+    heads = [level for level in levels if function is _forward and shares_keys(level)]
+    batch = [level for level in levels if level not in heads]
 
     def merge(leaf, has_axis):
-        """All mapped axes as one leading axis, if the array has any of them."""
-        if not any(has_axis):
-            return leaf
-        rest = leaf.shape[sum(has_axis) :]
-        ones = [extent if has else 1 for extent, has in zip(extents, has_axis, strict=True)]
-        return jnp.broadcast_to(leaf.reshape(*ones, *rest), (*extents, *rest)).reshape(size, *rest)
+        """The mapped axes as at most two, of heads and of the batch; each is there if the array has any of its axes."""
+        present = [level for level in levels if has_axis[level]]
+        rest = leaf.shape[len(present) :]
+        order = [present.index(level) for level in (*heads, *batch) if has_axis[level]]
+        leaf = leaf.transpose(*order, *range(len(present), leaf.ndim))
+        kinds = [kind for kind in (heads, batch) if any(has_axis[level] for level in kind)]
+        ones = [extents[level] if has_axis[level] else 1 for kind in kinds for level in kind]
+        full = [extents[level] for kind in kinds for level in kind]
+        sizes = [math.prod(extents[level] for level in kind) for kind in kinds]
+        return jnp.broadcast_to(leaf.reshape(*ones, *rest), (*full, *rest)).reshape(*sizes, *rest)
 
-    merged = [merge(leaf, has_axis) for leaf, has_axis in zip(leaves, of_leaves, strict=True)]
-    arguments = jax.tree.unflatten(tree, merged)
-    is_mapped = jax.tree.unflatten(tree, [any(has_axis) for has_axis in of_leaves])
-    operands = is_mapped[0]
-    shares_keys = not (operands.key or operands.value or operands.lo or operands.hi)
-    fold = _fold_into_heads if shares_keys and function is _forward else _fold_into_batch
-    results = fold(function, spec, size, is_mapped, arguments)
-    return tuple(result.reshape(*extents, *result.shape[1:]) for result in results)
+    merged = jax.tree.unflatten(tree, list(map(merge, leaves, of_leaves)))
+    run = function
+    for kind, fold in ((batch, _fold_into_batch), (heads, _fold_into_heads)):
+        if kind:
+            is_mapped = jax.tree.unflatten(tree, [any(has[level] for level in kind) for has in of_leaves])
+            run = functools.partial(fold, run, math.prod(extents[level] for level in kind), is_mapped)
+    order = [*heads, *batch]
+    results = []
+    for result in run(spec, *merged):
+        rest = result.shape[bool(heads) + bool(batch) :]
+        result = result.reshape(*(extents[level] for level in order), *rest)
+        results.append(result.transpose(*map(order.index, levels), *range(len(levels), result.ndim)))
+    return tuple(results)
 
 
-def _fold_into_batch(function: Callable, spec: AttentionSpec, size: int, is_mapped: Any, arguments: Any):
-    """A mapped axis becomes part of the batch."""
+def _fold_into_batch(function: Callable, size: int, is_mapped: Any, spec: AttentionSpec, *arguments):
+    """A mapped axis, axis 0 of the arrays that have it, becomes part of the batch."""
 
     def fold(array, mapped):
         array = array if mapped else jnp.broadcast_to(array, (size, *array.shape))
@@ -158,24 +174,23 @@ def _fold_into_batch(function: Callable, spec: AttentionSpec, size: int, is_mapp
     return [result.reshape(size, spec.batch, *result.shape[1:]) for result in results]
 
 
-def _fold_into_heads(function: Callable, spec: AttentionSpec, size: int, is_mapped: Any, arguments: Any):
-    """Queries mapped over keys and values that are not.
+def _fold_into_heads(function: Callable, size: int, is_mapped: Any, spec: AttentionSpec, operands: Operands):
+    """Queries with a mapped axis, axis 0, over keys and values without it.
 
     This is for the forward only. The gradients of keys and values are one for each element of the mapped axis, whereas
     a head's gradient is the sum over its group; and arrays as large as a copy of keys and values are what the backward
     has to return. Where their sum is wanted, ``differentiation`` folds before it comes here.
     """
-    (operands,), (mapped,) = arguments, is_mapped
-
-    def fold(array, mapped, axis):
-        array = array if mapped else jnp.broadcast_to(array, (size, *array.shape))
-        return mapped_queries.fold(array, spec.key_value_heads, axis)
-
-    operands = operands._replace(query=fold(operands.query, mapped.query, 2))
-    if operands.sinks is not None:
-        operands = operands._replace(sinks=fold(operands.sinks, mapped.sinks, 1))
-    results = function(dataclasses.replace(spec, query_heads=size * spec.query_heads), operands)
-    return [mapped_queries.unfold(result, size, spec.key_value_heads, 2) for result in results]
+    K, (mapped,) = spec.key_value_heads, is_mapped
+    sinks = operands.sinks
+    if sinks is not None:
+        sinks = sinks if mapped.sinks else jnp.broadcast_to(sinks, (size, *sinks.shape))
+        sinks = mapped_queries.fold(sinks, K, sinks.ndim - 2)
+    # At least one argument has the axis, and if it is the sinks alone queries are as good as mapped.
+    query = operands.query if mapped.query else jnp.broadcast_to(operands.query, (size, *operands.query.shape))
+    operands = operands._replace(query=mapped_queries.fold(query, K, query.ndim - 3), sinks=sinks)
+    out, lse = function(dataclasses.replace(spec, query_heads=size * spec.query_heads), operands)
+    return [mapped_queries.unfold(out, size, K, out.ndim - 2), mapped_queries.unfold(lse, size, K, lse.ndim - 1)]
 
 
 def _forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ...]:

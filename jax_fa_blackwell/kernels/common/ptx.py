@@ -324,6 +324,13 @@ def shift_left_add(x: Float32, bits: int, y: Float32) -> Float32:
     )
 
 
+def ld_shared_f32x2(address: Int32) -> tuple[Float32, Float32]:
+    """Loads two floats from an 8-byte aligned address."""
+    return inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32, Float32], read_only_args=[address]
+    )
+
+
 def ld_shared_f32x4(address: Int32, offset: int = 0) -> list[Float32]:
     """Loads four floats from a 16-byte aligned address, ``offset`` bytes further."""
     return list(
