@@ -103,7 +103,14 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             "forward_sm100",
-            ("sm100/forward.py", "sm100/slices.py", "common/ptx.py", "../plan/slices.py"),
+            (
+                "sm100/forward.py",
+                "sm100/slices.py",
+                "common/intervals.py",
+                "common/ptx.py",
+                "common/softmax.py",
+                "../plan/slices.py",
+            ),
             abi.parameters(
                 query_map="tensor_map",
                 key_map="tensor_map",
@@ -242,7 +249,7 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             "backward_sm100",
-            ("sm100/backward.py", "sm100/slices.py", "common/ptx.py", "../plan/slices.py"),
+            ("sm100/backward.py", "sm100/slices.py", "common/intervals.py", "common/ptx.py", "../plan/slices.py"),
             abi.parameters(
                 a1_map="tensor_map",
                 a2_map="tensor_map",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from jax_fa_blackwell.kernels import abi, registry
 from jax_fa_blackwell.plan import launch
 from jax_fa_blackwell.plan.account import Account
+from jax_fa_blackwell.plan.limits import common_limit
 from jax_fa_blackwell.plan.slices import (
     LOG2_E,
     MAX_SLOTS,
@@ -24,6 +24,7 @@ from jax_fa_blackwell.plan.spec import KERNELS, AttentionSpec
 from jax_fa_blackwell.plan.target import Target
 
 HEADER_BYTES = 3072
+MAX_DIM = 512
 OUTPUT_COLUMN = 256
 CHUNK_SLICES = 4
 THREADS = 512
@@ -160,19 +161,7 @@ def supports(spec: AttentionSpec, target: Target) -> str | None:
     """None if the kernel runs the call's forward, else the limit."""
     if target.tensor_memory_columns == 0:
         return f"{target.arch} has no Tensor Memory"
-    if spec.dtype not in ("bfloat16", "float16"):
-        return f"dtype must be bfloat16 or float16; got {spec.dtype}"
-    for name in ("head_dim", "value_head_dim"):
-        dim = getattr(spec, name)
-        if dim % 8 or not 8 <= dim <= 512:
-            return f"{name} must be a multiple of 8 from 8 to 512; got {dim}"
-    if spec.batch * spec.query_length * spec.query_heads >= 2**31:
-        return "batch * query_length * query_heads must be below 2**31"
-    if spec.bias_shape is not None or spec.mask_shape is not None:
-        return "bias and mask arrays are not taken"
-    if spec.scale == 0 or not math.isfinite(spec.scale):
-        return f"scale must be finite and not zero; got {spec.scale}"
-    return None
+    return common_limit(spec, MAX_DIM)
 
 
 KERNELS["sm100"] = supports  # the backward takes what the forward takes

@@ -58,7 +58,7 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from jax_fa_blackwell.kernels import registry
-from jax_fa_blackwell.kernels.common import ptx
+from jax_fa_blackwell.kernels.common import intervals, ptx
 from jax_fa_blackwell.kernels.sm100 import slices
 from jax_fa_blackwell.plan.slices import LOG2_E, ROWS, SLICE, SLICE_BYTES
 
@@ -174,7 +174,7 @@ class BackwardKernel:
         columns = self.config.columns
         first_block, end_block = Int32(0), Int32(0)
         if p.rows_form != 0:
-            batch, row_group, first_block, end_block = slices.work_entry(blocks, entry)
+            batch, row_group, first_block, end_block = intervals.listed_work(blocks, entry)
             first_block, end_block = first_block * (ROWS // columns), end_block * (ROWS // columns)
         row = row_group * (ROWS * self.config.group)
         if p.rows_form == 0:
@@ -253,8 +253,7 @@ class BackwardKernel:
                     maps = [m.get_ptr().toint() for m in (a1_map, a2_map, b1_map, b2_map)]
                     self.load(p, smem, blocks, *maps)
             if warp == CLEAN_WARP and p.cleaned != 0:
-                seen = (p.seen_low, p.seen_high)
-                slices.clean(smem.ring, p.columns, p.rows_form, column_low, column_high, *seen)
+                slices.clean(smem.ring, p, p.columns, column_low, column_high)
 
         slices.sync_blocks(group)
         if warp == MMA_WARP:
@@ -420,7 +419,7 @@ class BackwardKernel:
             batch, head, first_row, index, first_block, block_count = self.work(p, blocks, item)
             first_row = first_row + smem.ring.rank * ROWS
             row = first_row + lane_row
-            first, end = slices.interval(p, p.rows, p.columns, batch, row, low, high)
+            first, end = intervals.interval(p, p.rows, p.columns, batch, row, low, high)
             count = block_count * p.column_heads
             shift, row_delta, incoming = Float32(0.0), Float32(0.0), Float32(0.0)
             first_column, column_head = first_block * columns, self.column_head(p, head)

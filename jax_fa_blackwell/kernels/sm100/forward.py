@@ -54,9 +54,10 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from jax_fa_blackwell.kernels import registry
-from jax_fa_blackwell.kernels.common import ptx
+from jax_fa_blackwell.kernels.common import intervals, ptx, softmax
+from jax_fa_blackwell.kernels.common.softmax import EXACT_BEYOND, INFINITY, RESCALE_THRESHOLD
 from jax_fa_blackwell.kernels.sm100 import slices
-from jax_fa_blackwell.plan.slices import LOG2_E, ROWS, SLICE, SLICE_BYTES
+from jax_fa_blackwell.plan.slices import ROWS, SLICE, SLICE_BYTES
 
 KEYS = ROWS  # keys of a KV block
 TENSOR_MEMORY_COLUMNS = 512
@@ -64,10 +65,6 @@ OUTPUT_COLUMN = 256  # first column of the output accumulators; the score tiles 
 THREADS = 512
 CORRECTION_WARP, MMA_WARP, LOAD_WARP, CLEAN_WARP = 8, 12, 13, 14
 SOFTMAX_REGISTERS = {1: 232, 2: 200}  # by query tiles; with 80 for correction and 32 for the others within the SM's
-LN_2_HIGH, LN_2_LOW = 0.693147182464599609375, -1.9046542121259336e-09
-EXACT_BEYOND = 256.0  # maxima in log2 units whose differences from the scores are taken exactly
-RESCALE_THRESHOLD = 8.0  # log2 units that the running maximum may lag behind
-INFINITY = float("inf")
 
 # 2**f on [0, 1), highest power first.
 EXP2_COEFFICIENTS = (
@@ -179,7 +176,7 @@ class ForwardKernel:
         row_group, batch = p.row_groups - 1 - entry // batches, entry % batches
         first_block, end_block = Int32(0), Int32(0)
         if p.rows_form != 0:
-            batch, row_group, first_block, end_block = slices.work_entry(tile_blocks, entry)
+            batch, row_group, first_block, end_block = intervals.listed_work(tile_blocks, entry)
         row = row_group * p.group_rows
         if p.rows_form == 0:
             last = cutlass.min(row + p.group_rows, p.query_length) - 1
@@ -252,7 +249,7 @@ class ForwardKernel:
                     maps = (q_map.get_ptr().toint(), k_map.get_ptr().toint(), v_map.get_ptr().toint())
                     self.load(p, smem, ring, tile_blocks, *maps)
             if warp == CLEAN_WARP and p.cleaned != 0:
-                slices.clean(ring, p.key_value_length, p.rows_form, key_low, key_high, p.seen_low, p.seen_high)
+                slices.clean(ring, p, p.key_value_length, key_low, key_high)
 
         slices.sync_blocks(group)
         if warp == MMA_WARP:
@@ -410,7 +407,7 @@ class ForwardKernel:
             batch, head, first_row, _, first_block, count = self.work(p, tile_blocks, item)
             tile_row, _ = self.place(p, first_row, head, tile, rank)
             row = tile_row + lane_row
-            low, high = slices.interval(p, p.query_length, p.key_value_length, batch, row, row_low, row_high)
+            low, high = intervals.interval(p, p.query_length, p.key_value_length, batch, row, row_low, row_high)
             cute.arch.sync_warp()  # together again: a wait must have one result for the whole warp
             maximum, total = Float32(-INFINITY), Float32(0.0)
             for index in cutlass.range(count, unroll=1):
@@ -586,27 +583,7 @@ class ForwardKernel:
     @cute.jit
     def finish(self, p, lse: cute.Pointer, sinks: cute.Pointer, total, maximum, batch, row, head, first_dim):
         """Writes the row's log-sum-exp; returns the factor that makes the accumulator the output."""
-        factor = ptx.rcp(total)
-        peak = ptx.mul(maximum, p.scale)  # log2 units
-        remainder = Float32(0.0)
-        if (peak > EXACT_BEYOND) | (peak < -EXACT_BEYOND):
-            remainder = ptx.fma(maximum, p.scale, -peak)
-        sink = Float32(-INFINITY)
-        if p.has_sinks != 0:
-            sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[batch * p.heads + head]
-            sink_peak = sink * LOG2_E
-            if sink_peak > peak:
-                shrink = ptx.ex2(peak - sink_peak)
-                total = total * shrink + 1.0
-                factor = shrink * ptx.rcp(total)
-                peak, remainder = sink_peak, ptx.fma(sink, LOG2_E, -sink_peak)
-            else:
-                total = total + ptx.ex2(sink_peak - peak)
-                factor = ptx.rcp(total)
-        # peak * ln 2 in two parts: the LSE of great scores keeps its last bits.
-        value = ptx.fma(peak, LN_2_HIGH, ptx.fma(peak, LN_2_LOW, cute.math.log(total) + remainder * LN_2_HIGH))
-        if maximum == -INFINITY:
-            factor, value = Float32(0.0), sink
+        factor, value = softmax.log_sum_exp(p, sinks, total, maximum, batch * p.heads + head)
         if (row < p.query_length) & (first_dim == 0):
             cute.make_tensor(lse, cute.make_layout(1 << 30))[(batch * p.query_length + row) * p.heads + head] = value
         return factor

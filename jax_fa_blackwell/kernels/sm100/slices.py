@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMapSwizzle, create_tensor_map_tiled
 
-from jax_fa_blackwell.kernels.common import ptx
+from jax_fa_blackwell.kernels.common import intervals, ptx
 from jax_fa_blackwell.plan.slices import MAX_SLOTS, ROWS, SLICE, SLICE_BYTES
 
 
@@ -145,28 +145,6 @@ def matrix_descriptor(address: Int32) -> Int64:
 
 
 @cute.jit
-def work_entry(blocks: cute.Pointer, index):
-    """Entry of int32 [entries, 4]: batch, group of rows, first block of columns, and one past the last."""
-    listed = cute.make_tensor(blocks, cute.make_layout(1 << 30))
-    return listed[4 * index], listed[4 * index + 1], listed[4 * index + 2], listed[4 * index + 3]
-
-
-@cute.jit
-def interval(p, rows, columns, batch, row, low: cute.Pointer, high: cute.Pointer):
-    """Columns first <= j < end that a row sees; ``low`` and ``high`` are int32 [B, rows] where p.rows_form is set."""
-    first = cutlass.max(row + p.mask_low, 0)
-    end = cutlass.min(row + p.mask_high, columns)
-    if row >= rows:
-        end = Int32(0)
-    else:
-        if p.rows_form != 0:
-            at = batch * rows + row
-            first = cute.make_tensor(low, cute.make_layout(1 << 30))[at]
-            end = cute.make_tensor(high, cute.make_layout(1 << 30))[at]
-    return first, end
-
-
-@cute.jit
 def mask(values, columns: cutlass.Constexpr, first, end, hidden: cutlass.Constexpr):
     """Sets the columns j of a row with j < first or end <= j to ``hidden``.
 
@@ -266,11 +244,10 @@ def stop_cleaning(ring, slot, phase):
 
 
 @cute.jit
-def clean(ring, rows, rows_form, low: cute.Pointer, high: cute.Pointer, seen_low, seen_high):
+def clean(ring, p, rows, low: cute.Pointer, high: cute.Pointer):
     """Cleaning warp: zeroes the rows that nothing sees in slots for ``multiply_rows``.
 
-    Their weights are 0, but 0 times a NaN or an infinity that stands in padding is NaN. A row j is seen if low[j] <
-    high[j] (int32 [B, rows]), or without the arrays if seen_low <= j < seen_high.
+    Their weights are 0, but 0 times a NaN or an infinity that stands in padding is NaN.
     """
     lane = cute.arch.lane_idx()
     slot, phase, running = Int32(0), Int32(0), Int32(1)
@@ -282,13 +259,7 @@ def clean(ring, rows, rows_form, low: cute.Pointer, high: cute.Pointer, seen_low
             for part in cutlass.range(ring.rows // 32, unroll=1):
                 local = part * 32 + lane
                 j = row + local
-                seen = Int32((seen_low <= j) & (j < seen_high))
-                if rows_form != 0:
-                    if j < rows:
-                        first = cute.make_tensor(low, cute.make_layout(1 << 30))[batch * rows + j]
-                        end = cute.make_tensor(high, cute.make_layout(1 << 30))[batch * rows + j]
-                        seen = Int32(first < end)
-                if seen == 0:
+                if intervals.is_seen(p, rows, batch, j, low, high) == 0:
                     for chunk in cutlass.range_constexpr(SLICE // 8):
                         where = ring.data + slot * ring.slot_bytes + local * 128 + chunk * 16
                         ptx.st_shared_v4(where, [Int32(0)] * 4)

@@ -9,7 +9,8 @@ import pathlib
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[3] / "jax_fa_blackwell"
 SOURCES = tuple(PACKAGE / path for path in ("kernels/sm100/backward.py", "kernels/sm100/slices.py"))
-SOURCES += tuple(PACKAGE / path for path in ("kernels/common/ptx.py", "kernels/registry.py", "plan/slices.py"))
+SOURCES += tuple(PACKAGE / f"kernels/{path}.py" for path in ("common/intervals", "common/ptx", "registry"))
+SOURCES += (PACKAGE / "plan/slices.py",)
 
 
 @dataclasses.dataclass(frozen=True)
