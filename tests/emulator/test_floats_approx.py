@@ -45,14 +45,18 @@ def ulps(got: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_within_half_an_ulp(name: str) -> None:
+def test_error(name: str) -> None:
     x = arguments(name)
     got = apply(f"{name}.f32 %z, %a;", bits(x), output=np.uint32).view(np.float32)
     with np.errstate(over="ignore"):
         exact = FUNCTIONS[name](x.astype(np.float64))
     finite = np.abs(exact) < 3.4e38
     assert np.isinf(got[~finite]).all()
-    assert ulps(got[finite], exact[finite]).max() <= 0.51
+    error = ulps(got[finite], exact[finite]).max()
+    if name == "tanh.approx":
+        assert 2**11 < error < 2**13  # as wrong as the ISA allows, 2**-11
+    else:
+        assert error <= 0.51
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

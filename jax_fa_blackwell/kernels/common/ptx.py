@@ -264,9 +264,14 @@ def ld_shared_f32(address: Int32) -> Float32:
     return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
 
 
-def tanh(x: Float32) -> Float32:
-    """Hyperbolic tangent, relative error at most 2**-11."""
-    return inline_ptx("tanh.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+def absolute(x: Float32) -> Float32:
+    """|x|."""
+    return inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def copysign(magnitude: Float32, sign: Float32) -> Float32:
+    """The magnitude of the first with the sign of the second."""
+    return inline_ptx("copysign.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Float32], read_only_args=[magnitude, sign])
 
 
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:
@@ -308,8 +313,6 @@ sub2 = _packed("sub.rn.f32x2", 2)
 """sub2(a, b): differences of pairs."""
 mul2 = _packed("mul.rn.f32x2", 2)
 """mul2(a, b): products of pairs."""
-add2_down = _packed("add.rm.f32x2", 2)
-"""add2_down(a, b): sums of pairs, rounded towards minus infinity."""
 
 
 def max3(a: Float32, b: Float32, c: Float32) -> Float32:

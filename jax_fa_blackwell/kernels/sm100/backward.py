@@ -58,7 +58,7 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from jax_fa_blackwell.kernels import registry
-from jax_fa_blackwell.kernels.common import intervals, ptx
+from jax_fa_blackwell.kernels.common import intervals, ptx, soft_cap
 from jax_fa_blackwell.kernels.sm100 import slices
 from jax_fa_blackwell.plan.slices import LOG2_E, ROWS, SLICE, SLICE_BYTES
 
@@ -502,10 +502,9 @@ class BackwardKernel:
     def probabilities(self, p, s, weights, statistics, shift):
         """P = exp2(scale S - LSE) of half the columns; with a soft cap S becomes its tanh."""
         shifts = [shift] * 4
+        if cutlass.const_expr(self.config.soft_cap):
+            soft_cap.tanh(s, self.config.half, p.cap, True)
         for pair in cutlass.range_constexpr(self.config.half // 2):
-            if cutlass.const_expr(self.config.soft_cap):
-                s[2 * pair] = ptx.tanh(s[2 * pair] * p.cap)
-                s[2 * pair + 1] = ptx.tanh(s[2 * pair + 1] * p.cap)
             if cutlass.const_expr(self.config.transposed and pair % 2 == 0):
                 shifts = ptx.ld_shared_f32x4(statistics, 8 * pair)
             at = 2 * (pair % 2)

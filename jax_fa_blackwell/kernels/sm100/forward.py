@@ -54,7 +54,7 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from jax_fa_blackwell.kernels import registry
-from jax_fa_blackwell.kernels.common import intervals, ptx, softmax
+from jax_fa_blackwell.kernels.common import intervals, ptx, soft_cap, softmax
 from jax_fa_blackwell.kernels.common.softmax import EXACT_BEYOND, INFINITY, RESCALE_THRESHOLD
 from jax_fa_blackwell.kernels.sm100 import slices
 from jax_fa_blackwell.plan.slices import ROWS, SLICE, SLICE_BYTES
@@ -66,13 +66,13 @@ THREADS = 512
 CORRECTION_WARP, MMA_WARP, LOAD_WARP, CLEAN_WARP = 8, 12, 13, 14
 SOFTMAX_REGISTERS = {1: 232, 2: 200}  # by query tiles; with 80 for correction and 32 for the others within the SM's
 
-# 2**f on [0, 1), highest power first.
+# 2**f on [-1/2, 1/2], highest power first.
 EXP2_COEFFICIENTS = (
-    0.001867129816673696,
-    0.009017030708491802,
-    0.05579991266131401,
-    0.24016444385051727,
-    0.6931512951850891,
+    0.001326472731307149,
+    0.009671512991189957,
+    0.05550733581185341,
+    0.24022242426872253,
+    0.6931470036506653,
     1.0,
 )
 
@@ -143,14 +143,15 @@ class Params:
 
 
 def exp2_polynomial(x):
-    """2**x of a pair on the FMA pipe, relative error 1.7e-7; 0 where x <= -127.
+    """2**x of a pair on the FMA pipe, relative error 1.7e-7; 0 where x <= -127, 1 where x is all but 0.
 
-    x = n + f with n the floor: 2**f by the quintic of least relative error on [0, 1) with value 1 at 0 (so that the
-    clamped argument gives 0 exactly), n added to its exponent. A cubic would do for P in 16 bits, but not for the LSE.
+    x = n + f with n the nearest integer: 2**f by the quintic of least relative error on [-1/2, 1/2] with value 1 at 0,
+    so that the greatest score's weight is 1 whichever side of 0 its argument is rounded to, and that the clamped
+    argument gives 0; n is added to its exponent. A cubic would do for P in 16 bits, but not for the LSE.
     """
     magic = 12582912.0  # 1.5 * 2**23: adding it leaves the integer part in the low bits
     x = tuple(cute.arch.fmax(value, -127.0) for value in x)
-    shifted = ptx.add2_down(x, (magic, magic))
+    shifted = ptx.add2(x, (magic, magic))
     fraction = ptx.sub2(x, ptx.sub2(shifted, (magic, magic)))
     power = (EXP2_COEFFICIENTS[0],) * 2
     for coefficient in EXP2_COEFFICIENTS[1:]:
@@ -420,8 +421,7 @@ class ForwardKernel:
                 for column, value in enumerate(ptx.tcgen05_ld(address, KEYS)):
                     s[column] = value
                 if cutlass.const_expr(self.config.soft_cap):
-                    for column in cutlass.range_constexpr(KEYS):
-                        s[column] = ptx.tanh(s[column] * p.cap)
+                    soft_cap.tanh(s, KEYS, p.cap, True)
                 first_key = (first_block + index) * KEYS
                 if cute.arch.vote_all_sync((low <= first_key) & (first_key + KEYS <= high)) == False:  # noqa: E712
                     slices.mask(s, KEYS, low - first_key, high - first_key, -INFINITY)

@@ -44,7 +44,7 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from jax_fa_blackwell.kernels import registry
-from jax_fa_blackwell.kernels.common import intervals, ptx
+from jax_fa_blackwell.kernels.common import intervals, ptx, soft_cap
 from jax_fa_blackwell.kernels.sm90 import fragments, instructions, work
 from jax_fa_blackwell.plan.hopper import SLICE, STATISTIC_STAGES, TILE_ROWS, BackwardTile
 from jax_fa_blackwell.plan.slices import LOG2_E
@@ -404,8 +404,7 @@ class BackwardKernel:
         """P = exp2(scale S - LSE), packed for C1; what stays in ``s`` is the factor of dP - delta."""
         tile = self.tile
         if p.has_cap != 0:
-            for i in cutlass.range_constexpr(tile.columns // 2):
-                s[i] = ptx.tanh(s[i] * p.cap)
+            soft_cap.tanh(s, tile.columns // 2, p.cap, False)
         if whole == False:  # noqa: E712
             hidden = Float32(-INFINITY)
             if p.scale < 0.0:

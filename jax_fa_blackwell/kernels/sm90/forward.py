@@ -40,16 +40,12 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from jax_fa_blackwell.kernels import registry
-from jax_fa_blackwell.kernels.common import intervals, ptx
+from jax_fa_blackwell.kernels.common import intervals, ptx, soft_cap, softmax
+from jax_fa_blackwell.kernels.common.softmax import EXACT_BEYOND, INFINITY, RESCALE_THRESHOLD
 from jax_fa_blackwell.kernels.sm90 import fragments, instructions, work
 from jax_fa_blackwell.plan.hopper import SLICE, TILE_ROWS, ForwardTile
-from jax_fa_blackwell.plan.slices import LOG2_E
 
 WARPGROUP = 128  # threads
-LN_2_HIGH, LN_2_LOW = 0.693147182464599609375, -1.9046542121259336e-09
-EXACT_BEYOND = 256.0  # maxima in log2 units whose differences from the scores are taken exactly
-RESCALE_THRESHOLD = 8.0  # log2 units that the running maximum may lag behind
-INFINITY = float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,8 +318,7 @@ class ForwardKernel:
         """
         keys = self.tile.columns
         if p.has_cap != 0:
-            for i in cutlass.range_constexpr(keys // 2):
-                s[i] = ptx.tanh(s[i] * p.cap)
+            soft_cap.tanh(s, keys // 2, p.cap, False)
         if p.negated != 0:
             for i in cutlass.range_constexpr(keys // 2):
                 s[i] = -s[i]
@@ -395,37 +390,11 @@ class ForwardKernel:
             for offset in (1, 2):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
             at = (batch * p.rows + row) * p.row_heads + head
-            factor, value = self.log_sum_exp(p, sinks, total, state[r], batch * p.row_heads + head)
+            factor, value = softmax.log_sum_exp(p, sinks, total, state[r], batch * p.row_heads + head)
             if (row < p.rows) & (cute.arch.lane_idx() % 4 == 0):
                 cute.make_tensor(lse, cute.make_layout(1 << 30))[at] = value
             address = out.toint() + 2 * Int64(at) * p.value_dim
             fragments.store_row(self.config.packed, o, r, factor, address, row < p.rows, p.value_dim)
-
-    @cute.jit
-    def log_sum_exp(self, p, sinks: cute.Pointer, total, maximum, sink_index):
-        """The factor that makes a row's accumulator the output, and the row's log-sum-exp."""
-        factor = ptx.rcp(total)
-        peak = ptx.mul(maximum, p.scale)  # log2 units
-        remainder = Float32(0.0)
-        if (peak > EXACT_BEYOND) | (peak < -EXACT_BEYOND):
-            remainder = ptx.fma(maximum, p.scale, -peak)
-        sink = Float32(-INFINITY)
-        if p.has_sinks != 0:
-            sink = cute.make_tensor(sinks, cute.make_layout(1 << 30))[sink_index]
-            sink_peak = sink * LOG2_E
-            if sink_peak > peak:
-                shrink = ptx.ex2(peak - sink_peak)
-                total = total * shrink + 1.0
-                factor = shrink * ptx.rcp(total)
-                peak, remainder = sink_peak, ptx.fma(sink, LOG2_E, -sink_peak)
-            else:
-                total = total + ptx.ex2(sink_peak - peak)
-                factor = ptx.rcp(total)
-        # peak * ln 2 in two parts: the LSE of great scores keeps its last bits.
-        value = ptx.fma(peak, LN_2_HIGH, ptx.fma(peak, LN_2_LOW, cute.math.log(total) + remainder * LN_2_HIGH))
-        if maximum == -INFINITY:
-            factor, value = Float32(0.0), sink
-        return factor, value
 
 
 def build(name: str, options: dict):

@@ -9,7 +9,9 @@ import pathlib
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[3] / "jax_fa_blackwell"
 SOURCES = tuple(PACKAGE / path for path in ("kernels/sm100/backward.py", "kernels/sm100/slices.py"))
-SOURCES += tuple(PACKAGE / f"kernels/{path}.py" for path in ("common/intervals", "common/ptx", "registry"))
+SOURCES += tuple(
+    PACKAGE / f"kernels/{path}.py" for path in ("common/intervals", "common/ptx", "common/soft_cap", "registry")
+)
 SOURCES += (PACKAGE / "plan/slices.py",)
 
 

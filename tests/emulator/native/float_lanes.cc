@@ -284,10 +284,18 @@ void ex2_f32(const uint32_t* a, uint32_t* d, int n, bool ftz) {
 
 }  // namespace
 
+// tanh.approx.f32 may be wrong by 2^-11: cut to so many bits, so that what relies on more does not pass here and fail on
+// a GPU. The other functions' errors are of an ulp or two, and their results here are exact but for the rounding.
+uint32_t cut_tanh(uint32_t bits) {
+  const uint32_t exponent = bits >> 23 & 0xff;
+  return exponent == 0 || exponent == 0xff ? bits : bits & 0xfffff000;
+}
+
 void approx_f32(Approx function, const uint32_t* a, uint32_t* d, int n, bool ftz) {
   if (function == Approx::ex2) return ex2_f32(a, d, n, ftz);
   for (int i = 0; i < n; ++i) {
-    const uint32_t bits = canonical(static_cast<float>(approximate(function, input(a[i], ftz))));
+    uint32_t bits = canonical(static_cast<float>(approximate(function, input(a[i], ftz))));
+    if (function == Approx::tanh) bits = cut_tanh(bits);
     d[i] = ftz ? flush_f32(bits) : bits;
   }
 }
