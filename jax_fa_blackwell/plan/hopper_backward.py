@@ -48,8 +48,10 @@ class Pass:
 
     @property
     def section(self) -> int:
-        """Heads whose items come before those of the next heads."""
+        """Heads whose items come before those of the next heads, as in the forward."""
         spec, group = self.spec, self.spec.group_size
+        if spec.mask_form != "none":
+            return spec.batch * self.row_heads
         per_head = 2 * self.columns * (spec.head_dim + spec.value_head_dim)
         if self.tile.transposed:
             heads = hopper_forward.CACHED_BYTES // max(per_head * group, 1)

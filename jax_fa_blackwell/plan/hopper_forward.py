@@ -46,8 +46,13 @@ class ForwardPlan:
 
     @property
     def section(self) -> int:
-        """Heads whose items come before those of the next heads; whole groups, which share their keys."""
+        """Heads whose items come before those of the next heads; whole groups, which share their keys.
+
+        All heads where a mask makes items unequal: only with the heaviest of all first do blocks end together.
+        """
         spec = self.spec
+        if spec.mask_form != "none":
+            return spec.batch * spec.query_heads
         per_head = 2 * spec.key_value_length * (spec.head_dim + spec.value_head_dim)
         kv_heads = max(CACHED_BYTES // max(per_head, 1), 1)
         return min(kv_heads * spec.group_size, spec.batch * spec.query_heads)
