@@ -139,8 +139,9 @@ def exponential_loop(name: str) -> Loop:
         file.write(compiled(name).cubin)
         file.flush()
         text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    per_thread = ROWS if registry.get_variant(name).kernel == "forward_sm100" else ROWS // 2
-    return find_loop(text, per_thread)
+    options = dict(registry.get_variant(name).options)
+    columns = options.get("columns")  # of a block of the backward, which two warps share
+    return find_loop(text, ROWS if columns is None else int(columns) // 2)
 
 
 def find_loop(listing: str, per_thread: int) -> Loop:
