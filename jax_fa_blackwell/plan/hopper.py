@@ -16,14 +16,43 @@ SLICE = 64
 """Head dims of a slice: one row of the 128-byte swizzle in 16-bit elements."""
 SHARED_BYTES = get_target(ARCH).shared_bytes - 1024
 """Dynamic shared memory that a block may have: cubins of this toolchain for sm_90a ask for 1024 static bytes."""
-FORWARD_REGISTERS = {2: (240, 24), 3: (160, 32)}
-"""Registers of a consumer's and of a producer's thread by the number of consumer warpgroups."""
-BACKWARD_REGISTERS = {2: (232, 40), 3: (160, 32)}
 _SPARE_REGISTERS = 24  # addresses, counters, statistics of the rows and what is in flight
 
 
+class _Warpgroups:
+    """What follows from the number of consumer warpgroups of 64 rows."""
+
+    warpgroups: int
+    REGISTERS: ClassVar[dict[int, tuple[int, int]]]
+
+    def check_warpgroups(self):
+        """ValueError unless registers are known for so many."""
+        if self.warpgroups not in self.REGISTERS:
+            raise ValueError(f"warpgroups must be one of {', '.join(map(str, self.REGISTERS))}; got {self.warpgroups}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.warpgroups * TILE_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: consumers and one producer warpgroup."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread."""
+        return self.REGISTERS[self.warpgroups][0]
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a producer's thread."""
+        return self.REGISTERS[self.warpgroups][1]
+
+
 @dataclasses.dataclass(frozen=True)
-class ForwardTile:
+class ForwardTile(_Warpgroups):
     """The compile-time sizes of the forward kernel.
 
     Attributes:
@@ -41,39 +70,18 @@ class ForwardTile:
     takes_turns: bool = True
 
     HEADER_BYTES: ClassVar[int] = 1024
+    REGISTERS: ClassVar = {2: (240, 24), 3: (160, 32)}
+    """Registers of a consumer's and of a producer's thread by the number of consumer warpgroups."""
 
     def __post_init__(self):
         """The legality rule: instruction shapes, registers and shared memory."""
         if self.head_dim % 16 or self.value_dim % 8 or self.columns % 16 or max(self.columns, self.value_dim) > 256:
             raise ValueError(f"forward tile has no wgmma shape: {self}")
-        if self.warpgroups not in FORWARD_REGISTERS:
-            raise ValueError(
-                f"warpgroups must be one of {', '.join(map(str, FORWARD_REGISTERS))}; got {self.warpgroups}"
-            )
+        self.check_warpgroups()
         if self.registers > self.consumer_registers:
             raise ValueError(f"forward tile needs {self.registers} registers of {self.consumer_registers}: {self}")
         if self.stages < 2:
             raise ValueError(f"forward tile has shared memory for {self.stages} stages and needs 2: {self}")
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a block."""
-        return self.warpgroups * TILE_ROWS
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block: consumers and one producer warpgroup."""
-        return 128 * (self.warpgroups + 1)
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a consumer's thread."""
-        return FORWARD_REGISTERS[self.warpgroups][0]
-
-    @property
-    def producer_registers(self) -> int:
-        """Registers of a producer's thread."""
-        return FORWARD_REGISTERS[self.warpgroups][1]
 
     @property
     def registers(self) -> int:
@@ -144,7 +152,7 @@ STATISTIC_STAGES = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardTile:
+class BackwardTile(_Warpgroups):
     """The compile-time sizes of one pass of the backward kernel.
 
     Attributes:
@@ -165,6 +173,8 @@ class BackwardTile:
     warpgroups: int = 2
 
     BARRIER_BYTES: ClassVar[int] = 256
+    REGISTERS: ClassVar = {2: (232, 40), 3: (160, 32)}
+    """As for the forward."""
 
     def __post_init__(self):
         """The legality rule: instruction shapes, registers and shared memory."""
@@ -172,36 +182,13 @@ class BackwardTile:
             raise ValueError(f"backward tile has no wgmma shape: {self}")
         if max(self.head_dim, self.value_dim, self.columns) > 256:
             raise ValueError(f"backward tile has no wgmma shape: {self}")
-        if self.warpgroups not in BACKWARD_REGISTERS:
-            raise ValueError(
-                f"warpgroups must be one of {', '.join(map(str, BACKWARD_REGISTERS))}; got {self.warpgroups}"
-            )
+        self.check_warpgroups()
         if not (self.has_c1 or self.has_c2) or (self.has_c1 and not self.transposed):
             raise ValueError(f"a backward pass computes dQ, or transposed dK, dV or both; got {self}")
         if self.registers > self.consumer_registers:
             raise ValueError(f"backward tile needs {self.registers} registers of {self.consumer_registers}: {self}")
         if self.slots < 3:
             raise ValueError(f"backward tile has shared memory for {self.slots} slots and needs 3: {self}")
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return self.warpgroups * TILE_ROWS
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block: consumers and one producer warpgroup."""
-        return 128 * (self.warpgroups + 1)
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a consumer's thread."""
-        return BACKWARD_REGISTERS[self.warpgroups][0]
-
-    @property
-    def producer_registers(self) -> int:
-        """Registers of a producer's thread."""
-        return BACKWARD_REGISTERS[self.warpgroups][1]
 
     @property
     def registers(self) -> int:
