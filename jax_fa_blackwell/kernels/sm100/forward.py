@@ -19,9 +19,8 @@ role has waited on it (parity k mod 2 unless stated). In a pair each block has t
 its commits arrive at both blocks, and what it waits on counts the arrivals (+) and bytes of both:
 
     barrier        count  arrives                                waits                   phase
-    q_full[t]      1+tx   load, expecting the tile's slices;     MMA                     an item
-                          no bytes where an item has no keys     correction, no keys     an item; in the block that
-                                                                                         does not lead: such an item
+    q_full[t]      1+tx   load, expecting the tile's slices      MMA                     an item with keys
+    no_keys[t]     1      load, the staging slices are free      correction              an item without keys
     q_empty[t]     1      correction, when the staged output     load                    an item; parity (k+1) mod 2
                           has been read by the store
     s_full[u]      1      tcgen05.commit after S = Q K^T         softmax                 a use of u
@@ -109,7 +108,7 @@ class Smem:
     """Addresses in shared memory from its base; barriers come in pairs, one a query tile or score buffer."""
 
     def __init__(self, base: Int32, group: int):
-        names = ("q_full", "q_empty", "s_full", "p_full", "stat_full", "stat_empty", "o_full", "o_ready")
+        names = ("q_full", "q_empty", "no_keys", "s_full", "p_full", "stat_full", "stat_empty", "o_full", "o_ready")
         for index, name in enumerate(names):
             setattr(self, name, base + BARRIERS + 16 * index)
         self.ring_barriers = base + BARRIERS + 16 * len(names)
@@ -260,7 +259,7 @@ class ForwardKernel:
     def init_barriers(self, smem, ring):
         """Barrier counts as in the module's table."""
         for tile in cutlass.range_constexpr(2):
-            for first in (smem.q_full, smem.q_empty, smem.s_full, smem.o_full):
+            for first in (smem.q_full, smem.q_empty, smem.no_keys, smem.s_full, smem.o_full):
                 ptx.mbarrier_init(first + 8 * tile, 1)
             for first in (smem.stat_full, smem.stat_empty):
                 ptx.mbarrier_init(first + 8 * tile, 4)
@@ -282,12 +281,11 @@ class ForwardKernel:
             kv_head, columns = head // p.group, self.chunk_columns(p, first_dim)
             for tile in cutlass.range_constexpr(tiles):
                 ptx.mbarrier_wait(smem.q_empty + 8 * tile, item_phase ^ 1)
-                barrier = smem.q_full + 8 * tile
                 if count == 0:
-                    ptx.mbarrier_arrive(barrier)
+                    ptx.mbarrier_arrive(smem.no_keys + 8 * tile)
                 else:
                     query_slices = slices.slices_of(p.k_steps)
-                    barrier = slices.expect(barrier, query_slices * SLICE_BYTES, group, rank)
+                    barrier = slices.expect(smem.q_full + 8 * tile, query_slices * SLICE_BYTES, group, rank)
                     destination = smem.query + tile * p.query_slices * SLICE_BYTES
                     tile_row, tile_head = self.place(p, row, head, tile, rank)
                     slices.load_resident(destination, q_map, query_slices, tile_row, tile_head, batch, barrier, group)
@@ -323,10 +321,10 @@ class ForwardKernel:
         for item in cutlass.range(first_item, p.items, items, unroll=1):
             _, _, _, first_dim, _, count = self.work(p, tile_blocks, item)
             columns = self.chunk_columns(p, first_dim)
-            for tile in cutlass.range_constexpr(tiles):
-                ptx.mbarrier_wait(smem.q_full + 8 * tile, q_phase, scope)
-            q_phase = q_phase ^ 1
             if count > 0:
+                for tile in cutlass.range_constexpr(tiles):
+                    ptx.mbarrier_wait(smem.q_full + 8 * tile, q_phase, scope)
+                q_phase = q_phase ^ 1
                 next_slot, next_phase = slot, phase
                 for tile in cutlass.range_constexpr(tiles):
                     buffer = tile if tiles == 2 else score % 2
@@ -511,7 +509,7 @@ class ForwardKernel:
         tiles = self.config.query_tiles
         lane_row = (cute.arch.warp_idx() % 4) * 32 + cute.arch.lane_idx()
         lanes = cute.arch.make_warp_uniform((cute.arch.warp_idx() % 4) << 21)
-        stat_phase, o_phase, item_phase = Int32(0), Int32(0), Int32(0)
+        stat_phase, o_phase, empty_phase = Int32(0), Int32(0), Int32(0)
         first_item, items = slices.first_item(self.config.group)
         for item in cutlass.range(first_item, p.items, items, unroll=1):
             batch, head, first_row, first_dim, _, count = self.work(p, tile_blocks, item)
@@ -561,7 +559,7 @@ class ForwardKernel:
                     with cute.arch.elect_one():
                         slices.arrive_at_leader(smem.o_ready_mma + 8 * tile, self.config.group)
                 else:
-                    ptx.mbarrier_wait(smem.q_full + 8 * tile, item_phase)
+                    ptx.mbarrier_wait(smem.no_keys + 8 * tile, empty_phase)
                     for chunk in cutlass.range(chunks, unroll=1):
                         self.stage(staging, lane_row, chunk, [Float32(0.0)] * 32, factor)
                 ptx.fence_proxy_async_shared()
@@ -575,10 +573,10 @@ class ForwardKernel:
                     ptx.mbarrier_arrive(smem.q_empty + 8 * tile)
                 cute.arch.sync_warp()
             stat_phase = stat_phase ^ 1
-            if (rank == 0) | (count == 0):
-                item_phase = item_phase ^ 1
             if count > 0:
                 o_phase = o_phase ^ 1
+            else:
+                empty_phase = empty_phase ^ 1
 
     @cute.jit
     def finish(self, p, lse: cute.Pointer, sinks: cute.Pointer, total, maximum, batch, row, head, first_dim):
