@@ -32,6 +32,7 @@ test-emulator-sanitized: env-test
 bench: env-test
 	$(BIN)/python benchmarks/xla_memory.py
 	$(BIN)/python benchmarks/delta.py
+	$(BIN)/python benchmarks/attention.py
 
 bench-emulator: env-test emulator
 	$(BIN)/python benchmarks/emulator_speed.py
