@@ -69,7 +69,7 @@ def fills(draw, sizes: list[int]) -> launch.Fill:
 @st.composite
 def launches(draw, sizes: list[int]) -> launch.Launch:
     cluster = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (16, 1, 1), (2, 4, 2), (1, 1, 3)]))
-    blocks = draw(st.tuples(st.integers(1, 2**27), st.integers(1, 1000), st.integers(1, 1000)))
+    blocks = draw(st.tuples(st.integers(1, 2**27 - 1), st.integers(1, 1000), st.integers(1, 1000)))
     params = st.one_of(
         tensor_maps(sizes),
         pointers(sizes),
