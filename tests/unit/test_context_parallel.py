@@ -186,6 +186,7 @@ def test_ring_of_kernels(case, monkeypatch):
         return execute(make_plan, spec, arrays, results, fallback, arguments)
 
     monkeypatch.setattr(cuda, "execute", watch)
+    jax.clear_caches()  # an equal call of an earlier test would lend its trace
     check(ring_attention, case, "zigzag", jnp.bfloat16, tolerance=1e-2, implementation="cuda")
     assert seen
     assert all(operands.key_lo.shape == (B, T // DEVICES) for operands in seen)
