@@ -15,20 +15,11 @@ import pytest
 import attention_cases
 import attention_grid
 from attention_cases import Case, Shape
+from gpu_machine import why_not
 from jax_fa_blackwell import custom_call, flash_attention, lowering
 from jax_fa_blackwell.plan import attention as attention_plan
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
-
-
-def why_not() -> str:
-    """Why these tests cannot run here; empty if they can."""
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return "no CUDA device"
-    return "" if lowering.arches() else f"no kernels for {devices[0].device_kind}"
-
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is there")]
 

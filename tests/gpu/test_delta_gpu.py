@@ -10,19 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fa_blackwell import custom_call, lowering
+from gpu_machine import why_not
+from jax_fa_blackwell import custom_call
 from jax_fa_blackwell.delta import delta
 from jax_fa_blackwell.plan import delta as plan
-
-
-def why_not() -> str:
-    """Why these tests cannot run here; empty if they can."""
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return "no CUDA device"
-    return "" if lowering.arches() else f"no kernels for {devices[0].device_kind}"
-
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is there")]
 

@@ -57,8 +57,8 @@ from cutlass import BFloat16, Float16, Float32, GridConstant, Int32, Int64
 from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
-from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.kernels.common import intervals, ptx, soft_cap
+from jax_fa_blackwell.kernels.common.params import Params, integer_names
 from jax_fa_blackwell.kernels.sm100 import slices
 from jax_fa_blackwell.plan.slices import LOG2_E, ROWS, SLICE, SLICE_BYTES
 
@@ -139,17 +139,6 @@ class Smem:
         )
 
 
-class Params:
-    """The kernel's scalar parameters by name."""
-
-    NAMES = tuple(p.name for p in registry.KERNELS["backward_sm100"].parameters if p.kind == "int32")
-
-    def __init__(self, scalars, scale, cap, out_scale):
-        for name, value in zip(self.NAMES, scalars, strict=True):
-            setattr(self, name, value)
-        self.scale, self.cap, self.out_scale = scale, cap, out_scale
-
-
 @cute.jit
 def part(first, limit, most):
     """Columns of an output part that begins at ``first``: at most ``most``, none beyond ``limit``."""
@@ -219,7 +208,7 @@ class BackwardKernel:
         scalars: tuple,
     ):
         """The entry: sets up barriers and Tensor Memory, then each warp takes its role."""
-        p = Params(scalars, scale, cap, out_scale)
+        p = Params("backward_sm100", scalars, scale=scale, cap=cap, out_scale=out_scale)
         group = self.config.group
         rank = cute.arch.block_idx_in_cluster() if group == 2 else Int32(0)
         smem = Smem(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()), p, self.config, rank)
@@ -591,7 +580,9 @@ def build(name: str, options: dict):
     @cute.jit
     def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
         maps = [slices.nominal_tensor_map(f32, element, n) for _ in range(6)]
-        backward.kernel(*maps, f32, f32, i32, i32, i32, i32, i32, x, x, x, (n,) * len(Params.NAMES)).launch(
+        backward.kernel(
+            *maps, f32, f32, i32, i32, i32, i32, i32, x, x, x, (n,) * len(integer_names("backward_sm100"))
+        ).launch(
             grid=(n, 1, 1),
             block=(THREADS, 1, 1),
             cluster=None if config.group == 1 else (config.group, 1, 1),

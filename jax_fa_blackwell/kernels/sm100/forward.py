@@ -52,8 +52,8 @@ from cutlass import BFloat16, Float16, Float32, GridConstant, Int32, Int64
 from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
-from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.kernels.common import intervals, ptx, soft_cap, softmax
+from jax_fa_blackwell.kernels.common.params import Params, integer_names
 from jax_fa_blackwell.kernels.common.softmax import EXACT_BEYOND, INFINITY, RESCALE_THRESHOLD
 from jax_fa_blackwell.kernels.sm100 import slices
 from jax_fa_blackwell.plan.slices import ROWS, SLICE, SLICE_BYTES
@@ -129,18 +129,6 @@ class Smem:
         return slices.Ring(self.ring_barriers, self.notes, data, p.slots, p.cleaned, rank, group=config.group)
 
 
-class Params:
-    """The kernel's scalar parameters by name."""
-
-    NAMES = tuple(p.name for p in registry.KERNELS["forward_sm100"].parameters if p.kind == "int32")
-
-    def __init__(self, scalars, scale, cap):
-        for name, value in zip(self.NAMES, scalars, strict=True):
-            setattr(self, name, value)
-        self.scale = scale
-        self.cap = cap
-
-
 def exp2_polynomial(x):
     """2**x of a pair on the FMA pipe, relative error 1.7e-7; 0 where x <= -127, 1 where x is all but 0.
 
@@ -214,7 +202,7 @@ class ForwardKernel:
         scalars: tuple,
     ):
         """The entry: sets up barriers and Tensor Memory, then each warp takes its role."""
-        p = Params(scalars, scale, cap)
+        p = Params("forward_sm100", scalars, scale=scale, cap=cap)
         group = self.config.group
         rank = cute.arch.block_idx_in_cluster() if group == 2 else Int32(0)
         smem = Smem(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()), group)
@@ -607,7 +595,9 @@ def build(name: str, options: dict):
     @cute.jit
     def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
         maps = [slices.nominal_tensor_map(f32, element, n) for _ in range(4)]
-        forward.kernel(*maps, f32, i32, i32, i32, i32, i32, f32, x, x, (n,) * len(Params.NAMES)).launch(
+        forward.kernel(
+            *maps, f32, i32, i32, i32, i32, i32, f32, x, x, (n,) * len(integer_names("forward_sm100"))
+        ).launch(
             grid=(n, 1, 1),
             block=(THREADS, 1, 1),
             cluster=None if config.group == 1 else (config.group, 1, 1),

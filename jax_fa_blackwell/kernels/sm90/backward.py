@@ -43,8 +43,8 @@ from cutlass import BFloat16, Float16, Float32, GridConstant, Int32, Int64, Uint
 from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
-from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.kernels.common import intervals, ptx, soft_cap
+from jax_fa_blackwell.kernels.common.params import Params, integer_names
 from jax_fa_blackwell.kernels.sm90 import fragments, instructions, work
 from jax_fa_blackwell.plan.hopper import SLICE, STATISTIC_STAGES, TILE_ROWS, BackwardTile
 from jax_fa_blackwell.plan.slices import LOG2_E
@@ -88,17 +88,6 @@ class Smem:
         self.data = self.a2 + tile.warpgroups * tile.a2_bytes
 
 
-class Params:
-    """The kernel's scalar parameters by name."""
-
-    NAMES = tuple(p.name for p in registry.KERNELS["backward_sm90"].parameters if p.kind == "int32")
-
-    def __init__(self, scalars, scale, cap, out_scale):
-        for name, value in zip(self.NAMES, scalars, strict=True):
-            setattr(self, name, value)
-        self.scale, self.cap, self.out_scale = scale, cap, out_scale
-
-
 class BackwardKernel:
     """One persistent block: consumer warpgroups first, then the producer's with load, clean and statistics."""
 
@@ -138,7 +127,7 @@ class BackwardKernel:
         scalars: tuple,
     ):
         """The entry: sets up barriers, then each warp takes its role."""
-        p = Params(scalars, scale, cap, out_scale)
+        p = Params("backward_sm90", scalars, scale=scale, cap=cap, out_scale=out_scale)
         tile = self.tile
         smem = Smem(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()), tile)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -454,9 +443,9 @@ def build(name: str, options: dict):
     @cute.jit
     def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
         maps = [instructions.nominal_tensor_map(f32, element, n) for _ in range(4)]
-        backward.kernel(*maps, f32, f32, f32, f32, i32, i32, i32, i32, i32, x, x, x, (n,) * len(Params.NAMES)).launch(
-            grid=(n, 1, 1), block=(tile.threads, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1
-        )
+        backward.kernel(
+            *maps, f32, f32, f32, f32, i32, i32, i32, i32, i32, x, x, x, (n,) * len(integer_names("backward_sm90"))
+        ).launch(grid=(n, 1, 1), block=(tile.threads, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1)
 
     f32, i32 = (make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=4) for t in (Float32, Int32))
     return host, (f32, i32, Int32(1), Float32(1.0), cuda.CUstream(0))

@@ -39,8 +39,8 @@ from cutlass import BFloat16, Float16, Float32, GridConstant, Int32, Int64, Uint
 from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
-from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.kernels.common import intervals, ptx, soft_cap, softmax
+from jax_fa_blackwell.kernels.common.params import Params, integer_names
 from jax_fa_blackwell.kernels.common.softmax import EXACT_BEYOND, INFINITY, RESCALE_THRESHOLD
 from jax_fa_blackwell.kernels.sm90 import fragments, instructions, work
 from jax_fa_blackwell.plan.hopper import SLICE, TILE_ROWS, ForwardTile
@@ -75,18 +75,6 @@ class Smem:
         self.values = self.keys + tile.stages * tile.key_bytes
 
 
-class Params:
-    """The kernel's scalar parameters by name."""
-
-    NAMES = tuple(p.name for p in registry.KERNELS["forward_sm90"].parameters if p.kind == "int32")
-
-    def __init__(self, scalars, scale, cap):
-        for name, value in zip(self.NAMES, scalars, strict=True):
-            setattr(self, name, value)
-        self.scale = scale
-        self.cap = cap
-
-
 class ForwardKernel:
     """One persistent block: consumer warpgroups first, then the producer's with warps load, clean and two idle."""
 
@@ -115,7 +103,7 @@ class ForwardKernel:
         scalars: tuple,
     ):
         """The entry: sets up barriers, then each warp takes its role."""
-        p = Params(scalars, scale, cap)
+        p = Params("forward_sm90", scalars, scale=scale, cap=cap)
         smem = Smem(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()), self.tile)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
@@ -408,9 +396,9 @@ def build(name: str, options: dict):
     @cute.jit
     def host(f32: cute.Pointer, i32: cute.Pointer, n: Int32, x: Float32, stream: cuda.CUstream):
         maps = [instructions.nominal_tensor_map(f32, element, n) for _ in range(3)]
-        forward.kernel(*maps, f32, f32, i32, i32, i32, i32, i32, f32, x, x, (n,) * len(Params.NAMES)).launch(
-            grid=(n, 1, 1), block=(tile.threads, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1
-        )
+        forward.kernel(
+            *maps, f32, f32, i32, i32, i32, i32, i32, f32, x, x, (n,) * len(integer_names("forward_sm90"))
+        ).launch(grid=(n, 1, 1), block=(tile.threads, 1, 1), smem=227 * 1024, stream=stream, min_blocks_per_mp=1)
 
     f32, i32 = (make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=4) for t in (Float32, Int32))
     return host, (f32, i32, Int32(1), Float32(1.0), cuda.CUstream(0))

@@ -9,9 +9,9 @@ import pathlib
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[3] / "jax_fa_blackwell"
 SOURCES = tuple(PACKAGE / path for path in ("kernels/sm100/backward.py", "kernels/sm100/slices.py"))
-SOURCES += tuple(
-    PACKAGE / f"kernels/{path}.py" for path in ("common/intervals", "common/ptx", "common/soft_cap", "registry")
-)
+COMMON = ("intervals", "params", "ptx", "soft_cap")
+SOURCES += tuple(PACKAGE / f"kernels/common/{name}.py" for name in COMMON)
+SOURCES += (PACKAGE / "kernels/registry.py",)
 SOURCES += (PACKAGE / "plan/slices.py",)
 
 
