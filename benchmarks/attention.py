@@ -5,10 +5,15 @@
 
 Peers are cuDNN and XLA through jax.nn.dot_product_attention, and tokamax, flash-attn3-jax and dew-flash-attn where they
 can be imported. Inputs are random bfloat16 in the layout [batch, tokens, heads, head dim]. Before a peer is timed in a
-cell, its outputs and gradients at a small shape of the same head dim are compared with float32; one that is wrong is
+cell, its outputs and gradients at a small shape of the same head dim are compared with float64; one that is wrong is
 not timed. All peers of a cell are timed in turn, in several rounds, and the figure is the median over the rounds; so
 ratios come from the same minutes. FLOP are 4 B N T S d forward, halved where causal, and 2.5 times that backward,
 whatever a peer computes; packed batches count what their segments see.
+
+Small cells have several calls in one program, as the layers of a model are, each with its own queries; otherwise the
+time to start a program would be all that is seen. Packed batches reach each peer in the form that it wants, as
+arguments of the program: segment ids for ours, cumulative lengths for the others' functions for packed sequences. JAX's
+public function has none for cuDNN, so that the one beneath it is used.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -28,6 +34,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jax_fa_blackwell import flash_attention
@@ -37,11 +44,14 @@ PASSES = ("forward", "backward", "forward and backward")
 FACTORS = {"forward": 1.0, "backward": 2.5, "forward and backward": 3.5}
 CHECKED_TOKENS = 320
 SECONDS_A_ROUND = 0.03
+FLOP_A_PROGRAM = 1.5e11  # half a millisecond at 300 TFLOP/s
+MOST_CALLS = 8
+MOST_SCORES = 2**31  # beyond it XLA's attention takes minutes of a run, and is never the best
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is timed: a self attention, its tokens packed into equal segments if ``segments`` is above 1."""
+    """What is timed: a self attention, of rows packed with segments of lengths as 1 : 2 : ... : ``segments``."""
 
     head_dim: int
     tokens: int
@@ -63,10 +73,27 @@ class Cell:
         return "-".join(parts)
 
     @property
+    def offsets(self) -> list[int]:
+        """Where the segments of a row begin, and its end."""
+        parts = self.segments * (self.segments + 1)
+        return [self.tokens * i * (i + 1) // parts for i in range(self.segments + 1)]
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """What is timed; decoding has no backward."""
+        return PASSES[:1] if self.queries else PASSES
+
+    @property
     def flop(self) -> float:
         """Of the forward."""
-        seen = (self.queries or self.tokens) * self.tokens / self.segments
+        lengths = np.diff(self.offsets).astype(float)
+        seen = float((lengths**2).sum()) if self.segments > 1 else (self.queries or self.tokens) * self.tokens
         return 4 * self.batch * self.heads * self.head_dim * seen * (0.5 if self.causal else 1.0)
+
+    @property
+    def calls(self) -> int:
+        """Calls in one program."""
+        return min(math.ceil(FLOP_A_PROGRAM / self.flop), MOST_CALLS)
 
 
 def _cell(head_dim: int, tokens: int, causal: bool, **fields) -> Cell:
@@ -87,47 +114,138 @@ CELLS = (
     _cell(80, 8192, True),
     _cell(72, 8192, True),
     _cell(128, 8192, True, kv_heads=4),
+    _cell(64, 8192, True, kv_heads=4),
     _cell(128, 16384, True, segments=8),
+    _cell(128, 16384, True, segments=8, kv_heads=4),
+    _cell(64, 4096, False, segments=8),
     _cell(128, 128, True),
+    _cell(128, 256, False),
     _cell(128, 512, True),
+    _cell(128, 1024, True),
+    _cell(64, 128, False),
+    _cell(64, 512, True),
     _cell(64, 1024, False),
+    _cell(192, 512, True),
     _cell(128, 8192, False, batch=16, heads=32, kv_heads=8, queries=1),
+    _cell(128, 1024, False, batch=64, heads=32, kv_heads=8, queries=1),
 )
 Attention = Callable[..., jax.Array]
 
 
 def find_peers() -> dict[str, Attention]:
-    """Functions of (cell, query, key, value) by name; those whose package cannot be imported are named on stderr."""
+    """Functions of (cell, packing, query, key, value) by name; packages that cannot be imported are named on stderr."""
 
-    def ours(cell, *operands):
-        ids = segment_ids(cell)
+    def ours(cell, packing, *operands):
+        ids = packing.get("ids")
         packed = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
         return flash_attention(*operands, is_causal=cell.causal, implementation="cuda", **packed)
 
-    def plain(attention, cell, *operands, **options):
-        if cell.segments > 1:
-            raise NotImplementedError("no packed batches")
-        return attention(*operands, is_causal=cell.causal, **options)
+    def xla(cell, packing, *operands):
+        return jax.nn.dot_product_attention(
+            *operands, mask=same_segment(packing), is_causal=cell.causal, implementation="xla"
+        )
 
-    peers: dict[str, Attention] = {OURS: ours}
-    for name in ("cudnn", "xla"):
-        peers[name] = functools.partial(plain, jax.nn.dot_product_attention, implementation=name)
-    for name, package, function, options in (
-        ("tokamax", "tokamax", "dot_product_attention", {"implementation": "mosaic"}),
-        ("flash-attn3-jax", "flash_attn3_jax", "flash_mha", {}),
-        ("dew-flash-attn", "dew_flash_attn", "flash_mha", {}),
+    peers: dict[str, Attention] = {OURS: ours, "cudnn": cudnn, "xla": xla}
+    _stand_in_for_xprof()
+    for name, package, function in (
+        ("tokamax", "tokamax", _tokamax),
+        ("flash-attn3-jax", "flash_attn3_jax", _flash_attn3_jax),
+        ("flash-attn3-jax, cache", "flash_attn3_jax", _flash_attn3_jax_cache),
+        ("dew-flash-attn", "dew_flash_attn", _dew_flash_attn),
     ):
         try:
-            if package == "tokamax":
-                _stand_in_for_xprof()
-            peers[name] = functools.partial(plain, getattr(importlib.import_module(package), function), **options)
+            peers[name] = functools.partial(function, importlib.import_module(package))
         except Exception as error:  # whatever a foreign package raises when imported
             print(f"{name}: not here ({type(error).__name__}: {first_line(error)})", file=sys.stderr)
     return peers
 
 
+def cudnn(cell: Cell, packing: dict[str, jax.Array], query, key, value) -> jax.Array:
+    """cuDNN through jax.nn, packed through the function that jax.nn calls."""
+    if not packing:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=cell.causal, implementation="cudnn")
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    if cell.heads != cell.kv_heads:
+        raise NotImplementedError(
+            "JAX gives cuDNN the queries' offsets for the keys too, wrong where heads are grouped"
+        )
+    offsets, lengths = packing["offsets"], jnp.diff(packing["offsets"])
+    return fused.dot_product_attention(  # pyright: ignore[reportReturnType]
+        query,
+        key,
+        value,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=offsets,
+        kv_offsets=offsets,
+        scale=cell.head_dim**-0.5,
+        mask_type=fused.MaskType.PADDING_CAUSAL if cell.causal else fused.MaskType.PADDING,
+    )
+
+
+def _tokamax(package, cell, packing, *operands):
+    if packing:
+        raise NotImplementedError("packed batches only by a mask of all pairs")
+    return package.dot_product_attention(*operands, is_causal=cell.causal, implementation="mosaic")
+
+
+def _flash_attn3_jax(package, cell, packing, *operands):
+    if not packing:
+        return package.flash_mha(*operands, is_causal=cell.causal)
+    longest = int(max(np.diff(cell.offsets)))
+    options = {"max_seqlen_q": longest, "max_seqlen_k": longest, "is_causal": cell.causal}
+    out = package.flash_mha_varlen(*map(flat, operands), packing["cumulative"], **options)
+    return out.reshape(operands[0].shape)
+
+
+def _flash_attn3_jax_cache(package, cell, packing, *operands):
+    if "backward" in cell.passes:
+        raise NotImplementedError("for decoding only")
+    return package.flash_mha_with_kvcache(*operands)
+
+
+def _dew_flash_attn(package, cell, packing, *operands):
+    if not packing:
+        return package.flash_mha(*operands, is_causal=cell.causal)
+    longest = int(max(np.diff(cell.offsets)))
+    options = {"max_seqlen": longest, "is_causal": cell.causal}
+    out = package.flash_mha_varlen(*map(flat, operands), packing["cumulative"], **options)
+    return out.reshape(operands[0].shape)
+
+
+def flat(array: jax.Array) -> jax.Array:
+    """Without the batch axis, the rows one after the other."""
+    return array.reshape(-1, *array.shape[2:])
+
+
+def make_packing(cell: Cell) -> dict[str, jax.Array]:
+    """What a packed batch's rows hold, in each peer's form, int32; empty where nothing is packed.
+
+    ids [B, T], offsets [B, segments + 1] from each row's start, cumulative [B * segments + 1] from the first row's.
+    """
+    if cell.segments == 1:
+        return {}
+    offsets = np.array(cell.offsets)
+    starts = np.arange(cell.batch)[:, None] * cell.tokens + offsets[:-1]
+    made = {
+        "ids": np.tile(np.repeat(np.arange(cell.segments), np.diff(offsets)), (cell.batch, 1)),
+        "offsets": np.tile(offsets, (cell.batch, 1)),
+        "cumulative": np.append(starts, cell.batch * cell.tokens),
+    }
+    return {name: jnp.asarray(array, jnp.int32) for name, array in made.items()}
+
+
+def same_segment(packing: dict[str, Any]) -> Any:
+    """bool [B, 1, T, S], or None where nothing is packed."""
+    if not packing:
+        return None
+    ids = packing["ids"]
+    return ids[:, None, :, None] == ids[:, None, None, :]
+
+
 def _stand_in_for_xprof():
-    """tokamax imports a profiler when it is imported, and needs none of it here."""
+    """tokamax imports a profiler, and needs none of it here."""
     name = "xprof"
     for part in ("", ".cli", ".tools", ".get_kernel_stats_tool"):
         name += part
@@ -143,66 +261,100 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:160]
 
 
-def segment_ids(cell: Cell) -> jax.Array | None:
-    """int32 [B, T], or None where the cell is not packed."""
-    if cell.segments == 1:
-        return None
-    ids = jnp.arange(cell.tokens, dtype=jnp.int32) * cell.segments // cell.tokens
-    return jnp.broadcast_to(ids, (cell.batch, cell.tokens))
-
-
-def inputs(cell: Cell, dtype: Any = jnp.bfloat16) -> tuple[list[jax.Array], jax.Array]:
-    """Random query, key and value, and the output's cotangent."""
-    keys = jax.random.split(jax.random.key(cell.head_dim), 4)
+def inputs(cell: Cell, calls: int = 1) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
+    """Random queries of each call, key, value, and the output's cotangent, bfloat16."""
+    keys = iter(jax.random.split(jax.random.key(cell.head_dim), calls + 3))
     of_queries = (cell.batch, cell.queries or cell.tokens, cell.heads, cell.head_dim)
     of_keys = (cell.batch, cell.tokens, cell.kv_heads, cell.head_dim)
-    shapes = (of_queries, of_keys, of_keys, of_queries)
-    made = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
-    made = [array.astype(dtype) for array in made]
-    return made[:3], made[3]
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    queries = [draw(next(keys), of_queries, jnp.bfloat16) for _ in range(calls)]
+    key, value = (draw(next(keys), of_keys, jnp.bfloat16) for _ in range(2))
+    return queries, key, value, draw(next(keys), of_queries, jnp.bfloat16)
 
 
-def results(attention: Callable[..., jax.Array], operands, cotangent):
-    """Output and gradients."""
+def definition(
+    cell: Cell, query: np.ndarray, key: np.ndarray, value: np.ndarray, cotangent: np.ndarray, rounded: Callable
+) -> list[np.ndarray]:
+    """Output, dQ, dK and dV by their definition; ``rounded`` is applied to what enters a product, and to results."""
+    groups = cell.heads // cell.kv_heads
+    key, value = (np.repeat(array, groups, axis=2) for array in (key, value))
+    scores = np.einsum("btnh,bsnh->bnts", query, key) * cell.head_dim**-0.5
+    visible = np.tri(*scores.shape[2:], dtype=bool) if cell.causal else True
+    if (mask := same_segment(jax.tree.map(np.asarray, make_packing(cell)))) is not None:
+        visible = visible & mask
+    weights = np.exp(np.where(visible, scores - scores.max(axis=-1, keepdims=True), -np.inf))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    out = rounded(np.einsum("bnts,bsnh->btnh", rounded(weights), value))
+    d_weights = np.einsum("btnh,bsnh->bnts", cotangent, value)
+    delta = np.einsum("btnh,btnh->bnt", out, cotangent)[..., None]
+    d_scores = rounded(weights * (d_weights - delta)) * cell.head_dim**-0.5
+    d_query = np.einsum("bnts,bsnh->btnh", d_scores, key)
+    d_key = np.einsum("bnts,btnh->bsnh", d_scores, query)
+    d_value = np.einsum("bnts,btnh->bsnh", rounded(weights), cotangent)
+    by_head = [array.reshape(*array.shape[:2], cell.kv_heads, groups, -1).sum(axis=3) for array in (d_key, d_value)]
+    return [out, *map(rounded, (d_query, *by_head))]
 
-    def run(operands, cotangent):
-        out, pullback = jax.vjp(attention, *operands)
+
+@functools.cache
+def wanted(small: Cell) -> tuple[list[np.ndarray], list[float]]:
+    """Output and gradients in float64, and the greatest error of each where bfloat16 enters the products."""
+    arrays = [np.asarray(array, np.float64) for array in jax.tree.leaves(inputs(small))]
+    exact = definition(small, *arrays, rounded=lambda array: array)
+    plain = definition(small, *arrays, rounded=lambda array: array.astype(ml_dtypes.bfloat16).astype(np.float64))
+    return exact, [np.abs(mine - theirs).max() for mine, theirs in zip(plain, exact, strict=True)]
+
+
+@functools.cache
+def check(small: Cell, attention: Attention) -> None:
+    """Raises unless the greatest error is at most four times that of rounding to bfloat16 alone."""
+    (query,), key, value, cotangent = inputs(small)
+
+    def run(packing, operands, cotangent):
+        attend = functools.partial(attention, small, packing)
+        if "backward" not in small.passes:
+            return (attend(*operands),)
+        out, pullback = jax.vjp(attend, *operands)
         return out, *pullback(cotangent.astype(out.dtype))
 
-    return [np.asarray(array, np.float64) for array in jax.jit(run)(operands, cotangent)]
+    got = jax.jit(run)(make_packing(small), (query, key, value), cotangent)
+    for name, mine, exact, error in zip(("output", "dQ", "dK", "dV"), got, *wanted(small), strict=False):
+        worst, bound = np.abs(np.asarray(mine, np.float64) - exact).max(), 4 * error + 1e-3
+        if not worst <= bound:
+            raise ValueError(f"wrong {name}: error {worst:.3g} above {bound:.3g}")
 
 
-def check(cell: Cell, attention: Attention) -> None:
-    """Raises unless the greatest error at a small shape is at most four times that of jax.nn's attention by XLA."""
+def smaller(cell: Cell) -> Cell:
+    """What is checked for a cell; many cells share one."""
     groups = cell.heads // cell.kv_heads
-    small = dataclasses.replace(
-        cell, tokens=CHECKED_TOKENS, batch=1, heads=2 * groups, kv_heads=2, segments=min(cell.segments, 4)
+    return dataclasses.replace(
+        cell, tokens=CHECKED_TOKENS, batch=2, heads=2 * groups, kv_heads=2, segments=min(cell.segments, 4)
     )
-    ids = segment_ids(small)
-    mask = None if ids is None else (ids[:, None, :, None] == ids[:, None, None, :])
-    xla = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=small.causal, implementation="xla")
-    with jax.default_matmul_precision("highest"):
-        exact = results(xla, *inputs(small, jnp.float32))
-    plain, got = results(xla, *inputs(small)), results(functools.partial(attention, small), *inputs(small))
-    for name, mine, theirs, wanted in zip(("output", "dQ", "dK", "dV"), got, plain, exact, strict=True):
-        error, bound = np.abs(mine - wanted).max(), 4 * np.abs(theirs - wanted).max() + 1e-3
-        if not error <= bound:
-            raise ValueError(f"wrong {name}: error {error:.3g} above {bound:.3g}")
 
 
-def functions(cell: Cell, attention: Attention, operands, cotangent) -> dict[str, Callable[[], Any]]:
+def functions(cell: Cell, attention: Attention, queries, key, value, cotangent) -> dict[str, Callable[[], Any]]:
     """What each pass runs, compiled; calling one queues it and returns its results."""
-    attend = functools.partial(attention, cell)
-    forward = jax.jit(attend)
-    pullback = jax.jit(lambda *operands: jax.vjp(attend, *operands)[1])(*operands)
-    backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-    both = jax.jit(lambda operands, cotangent: jax.vjp(attend, *operands)[1](cotangent))
-    calls = (
-        lambda: forward(*operands),
-        lambda: backward(pullback, cotangent),
-        lambda: both(operands, cotangent),
+    packing = make_packing(cell)
+
+    def attend(packing, query, key, value):
+        return attention(cell, packing, query, key, value)
+
+    def pull(packing, query, key, value):
+        return jax.vjp(functools.partial(attend, packing), query, key, value)[1]
+
+    forward = jax.jit(lambda packing, queries, *rest: [attend(packing, query, *rest) for query in queries])
+    pulls = jax.jit(lambda packing, queries, *rest: [pull(packing, query, *rest) for query in queries])
+    backward = jax.jit(lambda pullbacks, cotangent: [pullback(cotangent) for pullback in pullbacks])
+    both = jax.jit(
+        lambda packing, queries, key, value, cotangent: [
+            pull(packing, query, key, value)(cotangent) for query in queries
+        ]
     )
-    return dict(zip(PASSES, calls, strict=True))
+    calls: dict[str, Callable[[], Any]] = {"forward": lambda: forward(packing, queries, key, value)}
+    if "backward" in cell.passes:
+        pullbacks = pulls(packing, queries, key, value)
+        calls["backward"] = lambda: backward(pullbacks, cotangent)
+        calls["forward and backward"] = lambda: both(packing, queries, key, value, cotangent)
+    return calls
 
 
 def seconds(call: Callable[[], Any], count: int) -> float:
@@ -217,28 +369,31 @@ def seconds(call: Callable[[], Any], count: int) -> float:
 
 def measure(cell: Cell, peers: dict[str, Attention], rounds: int) -> list[dict[str, Any]]:
     """A row for each peer: TFLOP/s by pass with their spread, or why it has none."""
-    operands, cotangent = inputs(cell)
+    arrays = inputs(cell, cell.calls)
     ready: dict[str, dict[str, Callable[[], Any]]] = {}
     counts: dict[str, dict[str, int]] = {}
     rows: dict[str, dict[str, Any]] = {name: {"cell": cell.name, "peer": name} for name in peers}
     for name, attention in peers.items():
-        if name == "xla" and cell.batch * cell.heads * cell.tokens * (cell.queries or cell.tokens) > 2**32:
-            rows[name]["refused"] = "scores would not fit in memory"
+        if name == "xla" and cell.batch * cell.heads * cell.tokens * (cell.queries or cell.tokens) > MOST_SCORES:
+            rows[name]["refused"] = "too many scores"
             continue
+        began = time.perf_counter()
         try:
-            check(cell, attention)
-            calls = functions(cell, attention, operands, cotangent)
+            check(smaller(cell), attention)
+            rows[name]["seconds to check"] = round(time.perf_counter() - began, 2)
+            calls = functions(cell, attention, *arrays)
             for call in calls.values():
                 seconds(call, 2)
             counts[name] = {p: max(2, round(SECONDS_A_ROUND / seconds(call, 3))) for p, call in calls.items()}
             ready[name] = calls
         except Exception as error:  # whatever a foreign package raises
             rows[name]["refused"] = f"{type(error).__name__}: {first_line(error)}"
-    times = {name: {p: [] for p in PASSES} for name in ready}
+        rows[name]["seconds to prepare"] = round(time.perf_counter() - began, 2)
+    times = {name: {p: [] for p in cell.passes} for name in ready}
     for _ in range(rounds):
-        for p in PASSES:
+        for p in cell.passes:
             for name, calls in ready.items():
-                times[name][p].append(seconds(calls[p], counts[name][p]))
+                times[name][p].append(seconds(calls[p], counts[name][p]) / cell.calls)
     for name, of_passes in times.items():
         for p, each in of_passes.items():
             flop = FACTORS[p] * cell.flop
@@ -267,13 +422,19 @@ def table(rows: list[dict[str, Any]]) -> str:
         of_cell = {row["peer"]: row for row in rows if row["cell"] == cell}
         for p in PASSES:
             figures = [of_cell[name].get(p) if name in of_cell else None for name in names]
+            if not any(figures):
+                continue
             best = max((f for n, f in zip(names, figures, strict=True) if f and n != OURS), default=None)
             mine = of_cell.get(OURS, {}).get(p)
             ratio = f"{mine / best:.2f}" if mine and best else "–"
             shown = [f"{figure:.1f}" if figure else "–" for figure in figures]
             own = of_cell.get(OURS, {}).get(f"{p}, microseconds")
             lines.append(f"| {cell} | {p} | {' | '.join(shown)} | {ratio} | {f'{own:.0f}' if own else '–'} |")
-    refusals = [f"- {row['cell']}, {row['peer']}: {row['refused']}" for row in rows if "refused" in row]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if "refused" in row:
+            reasons.setdefault((row["peer"], row["refused"]), []).append(row["cell"])
+    refusals = [f"- {peer}: {reason} ({', '.join(cells)})" for (peer, reason), cells in reasons.items()]
     return "\n".join(lines + ([""] if refusals else []) + refusals)
 
 
