@@ -1,6 +1,6 @@
 """Speed of flash_attention beside the attention of other JAX packages, on this machine's GPU, in one process.
 
-    python benchmarks/attention.py [--cells NAME ...] [--peers NAME ...] [--json FILE] [--plot FILE.png]
+    python benchmarks/attention.py [--cells NAME ...] [--peers NAME ...] [--rounds N] [--seconds S] [--json FILE] [--plot FILE.png]
     python benchmarks/attention.py --load FILE --plot FILE.png
 
 Peers are cuDNN and XLA through jax.nn.dot_product_attention, and tokamax, flash-attn3-jax and dew-flash-attn where they
@@ -465,10 +465,12 @@ def main() -> int:
     parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], help="default: all")
     parser.add_argument("--peers", nargs="+", help="default: all that can be imported")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so long")
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
     parser.add_argument("--load", type=pathlib.Path, help="figures of an earlier run instead of timing")
     parser.add_argument("--plot", type=pathlib.Path, help="also draw the figures to this file (needs matplotlib)")
     args = parser.parse_args()
+    began = time.perf_counter()
     if args.load:
         record = json.loads(args.load.read_text())
     else:
@@ -483,7 +485,11 @@ def main() -> int:
         peers = {name: peer for name, peer in peers.items() if name in (args.peers or peers)}
         record = {"device": device.device_kind, "jax": jax.__version__, "matmul": matmul_tflops(), "rows": []}
         for cell in CELLS:
-            if args.cells is None or cell.name in args.cells:
+            if args.cells is not None and cell.name not in args.cells:
+                continue
+            if time.perf_counter() - began > args.seconds:
+                print(f"{cell.name}: no time left", file=sys.stderr)
+            else:
                 rows = measure(cell, peers, args.rounds)
                 record["rows"] += rows
                 for row in rows:
