@@ -1,6 +1,6 @@
 """Speed of flash_attention beside the attention of other JAX packages, on this machine's GPU, in one process.
 
-    python benchmarks/attention.py [--cells NAME ...] [--peers NAME ...] [--rounds N] [--seconds S] [--json FILE] [--plot FILE.png]
+    python benchmarks/attention.py [--cells NAME ...] [--peers NAME ...] [--seconds S] [--json FILE] [--plot FILE.png]
     python benchmarks/attention.py --load FILE --plot FILE.png
 
 Peers are cuDNN and XLA through jax.nn.dot_product_attention, and tokamax, flash-attn3-jax and dew-flash-attn where they
