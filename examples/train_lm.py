@@ -48,13 +48,14 @@ class Block(nn.Module):
     kv_heads: int
     head_dim: int
     dtype: jnp.dtype
+    attention: type[nn.Module] = MultiHeadAttention
 
     @nn.compact
     def __call__(self, x, **attention_options):
         norm = functools.partial(nn.RMSNorm, dtype=self.dtype)
         dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        attention = MultiHeadAttention(
-            self.heads, self.kv_heads, head_dim=self.head_dim, use_bias=False, dtype=self.dtype
+        attention = self.attention(
+            self.heads, self.kv_heads, head_dim=self.head_dim, use_bias=False, dtype=self.dtype, name="attention"
         )
         x = x + attention(norm()(x), rotary=rotary, **attention_options)
         hidden = nn.gelu(dense(4 * x.shape[-1])(norm()(x)))
@@ -68,13 +69,15 @@ class LanguageModel(nn.Module):
     kv_heads: int
     head_dim: int
     dtype: jnp.dtype
+    attention: type[nn.Module] = MultiHeadAttention
 
     @nn.compact
     def __call__(self, tokens, **attention_options):
         """Bytes [B, T] → fp32 logits of the next byte [B, T, 256]."""
         x = nn.Embed(256, self.width, dtype=self.dtype)(tokens)
         for _ in range(self.layers):
-            x = Block(self.heads, self.kv_heads, self.head_dim, self.dtype)(x, **attention_options)
+            block = Block(self.heads, self.kv_heads, self.head_dim, self.dtype, self.attention)
+            x = block(x, **attention_options)
         return nn.Dense(256, use_bias=False)(nn.RMSNorm()(x))
 
 
@@ -154,13 +157,10 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
-def main(argv=None):
-    args = parse_arguments(argv)
-    train_text, held_out_text = read_library()
-    print(f"{train_text[0].size / 1e6:.1f} MB to train on, {held_out_text[0].size / 1e6:.1f} MB held out")
-
+def make_training(args, attention=MultiHeadAttention):
+    """The model; its loss; the training step, compiled; and what the step begins with and returns, changed."""
     dtype = jnp.dtype(args.dtype)
-    model = LanguageModel(args.layers, args.width, args.heads, args.kv_heads, args.head_dim, dtype)
+    model = LanguageModel(args.layers, args.width, args.heads, args.kv_heads, args.head_dim, dtype, attention)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, args.steps // 10, args.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1))
 
@@ -175,23 +175,37 @@ def main(argv=None):
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
         return optax.apply_updates(parameters, updates), optimizer_state, loss
 
-    rng = np.random.default_rng(args.seed)
-
-    def next_batch():
-        return cut_rows(train_text, rng.integers(train_text[0].size - args.length, size=args.batch), args.length)
-
     parameters = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.length), jnp.int32))
-    optimizer_state = optimizer.init(parameters)
-    size = sum(x.size for x in jax.tree.leaves(parameters))
+    state = parameters, optimizer.init(parameters)
+    batch = {
+        "bytes": jax.ShapeDtypeStruct((args.batch, args.length + 1), jnp.int32),
+        "files": jax.ShapeDtypeStruct((args.batch, args.length), jnp.int32),
+    }
+    step = jax.jit(train_step, donate_argnums=(0, 1)).lower(*state, batch).compile()
+    return model, bits_per_byte, step, state
+
+
+def random_batches(text, args):
+    """Batches without end; the same for the same seed."""
+    rng = np.random.default_rng(args.seed)
+    while True:
+        yield cut_rows(text, rng.integers(text[0].size - args.length, size=args.batch), args.length)
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    train_text, held_out_text = read_library()
+    print(f"{train_text[0].size / 1e6:.1f} MB to train on, {held_out_text[0].size / 1e6:.1f} MB held out")
 
     begun = time.perf_counter()
-    step = jax.jit(train_step, donate_argnums=(0, 1)).lower(parameters, optimizer_state, next_batch()).compile()
+    model, bits_per_byte, step, (parameters, optimizer_state) = make_training(args)
+    size = sum(x.size for x in jax.tree.leaves(parameters))
     print(f"{size / 1e6:.2f} million parameters; training step compiled in {time.perf_counter() - begun:.1f} s")
 
     losses = []
     with tqdm(total=args.steps * args.batch * args.length, unit=" tokens", unit_scale=True) as bar:
-        for i in range(args.steps):
-            parameters, optimizer_state, loss = step(parameters, optimizer_state, next_batch())
+        for i, batch in zip(range(args.steps), random_batches(train_text, args), strict=False):
+            parameters, optimizer_state, loss = step(parameters, optimizer_state, batch)
             losses.append(loss)
             if i % 10 == 0:  # reading the loss waits for the device
                 bar.set_postfix_str(f"{loss:.2f} bits/byte", refresh=False)
@@ -209,8 +223,8 @@ def main(argv=None):
         generate(model, parameters, b"def ", min(args.length, 400), jax.random.key(args.seed), attention_options(args))
     )
 
-    query = jax.ShapeDtypeStruct((args.batch, args.length, args.heads, args.head_dim), dtype)
-    key = jax.ShapeDtypeStruct((args.batch, args.length, args.kv_heads, args.head_dim), dtype)
+    query = jax.ShapeDtypeStruct((args.batch, args.length, args.heads, args.head_dim), args.dtype)
+    key = jax.ShapeDtypeStruct((args.batch, args.length, args.kv_heads, args.head_dim), args.dtype)
     files = jax.ShapeDtypeStruct((args.batch, args.length), jnp.int32)
     attention = explain(query, key, key, **attention_options(args, files))
     print(f"\nHeld-out files: {held_out:.3f} bits/byte; loss curve in {args.out / 'train_lm.png'}")
