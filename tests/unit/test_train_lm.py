@@ -7,15 +7,31 @@ import jax
 import numpy as np
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--batch 2 --length 48 --layers 1 --width 32 --heads 2 --kv-heads 1 --head-dim 16"
 
 
 @pytest.fixture(scope="module")
 def train_lm():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
+        patch.syspath_prepend(str(ROOT / "examples"))
         yield importlib.import_module("train_lm")
+
+
+def test_training_beside_another_attention(train_lm, monkeypatch):
+    """The benchmark's stand-in for cuDNN, here by XLA, trains the same model: same start, same mask, same curve."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    training = importlib.import_module("training")
+    monkeypatch.setitem(training.ATTENTIONS, "cuDNN", (training.JaxAttention, "xla"))
+    monkeypatch.setitem(training.ATTENTIONS, "ours", (training.MultiHeadAttention, "reference"))
+    content = np.random.default_rng(0).integers(97, 123, 5000).repeat(3).astype(np.uint8)
+    text = content, np.arange(content.size, dtype=np.int32) // 10
+    unpacked = training.compare("tiny", 20, ["cuDNN"], text)
+    monkeypatch.setitem(training.MODELS, "tiny", f"{training.MODELS['tiny']} --packed")
+    packed = training.compare("tiny", 20, ["ours", "cuDNN"], text)
+    apart = packed["ours from cuDNN"]["greatest"]
+    assert apart < 0.01
+    assert training.distance(packed["cuDNN"], unpacked["cuDNN"])["greatest"] > 10 * apart
 
 
 def test_demo(train_lm, tmp_path, capsys):
