@@ -290,7 +290,8 @@ def _launch(static, *everything):
     given = [attention_plan.arguments(spec, get_target(arch), "grad_out" in names) for arch in arches]
     plan, wanted = attention_plan.merge([(make_plan(spec, arch), g) for arch, g in zip(arches, given, strict=True)])
     arrays = make_arguments(wanted, dict(zip(names, everything, strict=False)))
-    return tuple(custom_call.call(plan, arrays, results))
+    workspaces = [jax.ShapeDtypeStruct((size // 4,), jnp.float32) for size in plan.result_bytes[len(results) :]]
+    return tuple(custom_call.call(plan, arrays, [*results, *workspaces])[: len(results)])
 
 
 def make_arguments(

@@ -224,6 +224,7 @@ KERNELS: dict[str, Kernel] = {
                 b2_map="tensor_map",
                 c1="pointer",
                 c2="pointer",
+                dq="pointer",
                 lse="pointer",
                 delta="pointer",
                 low="pointer",
@@ -251,8 +252,21 @@ KERNELS: dict[str, Kernel] = {
                 row_groups="int32",
                 section="int32",
                 heavy_last="int32",
+                paired="int32",
                 has_cap="int32",
             ),
+        ),
+        Kernel(
+            "query_gradient_sm90",
+            (
+                "sm90/query_gradient.py",
+                "sm90/fragments.py",
+                "sm90/instructions.py",
+                "common/params.py",
+                "common/ptx.py",
+                "../plan/hopper.py",
+            ),
+            abi.parameters(sums="pointer", query_gradient="pointer", scale="float32", rows="int32", head_dim="int32"),
         ),
         Kernel(
             "backward_sm100",
@@ -384,8 +398,12 @@ def _hopper_variants() -> list[KernelVariant]:
     for dtype in ("bfloat16", "float16"):
         for tile in hopper.FORWARD_TILES:
             out.append(variant(hopper_forward_name(dtype, tile), "forward_sm90", tile, dtype))
-        for tile in (tile for passes in hopper.BACKWARD_PASSES for tile in passes):
+        for tile in (*(tile for passes in hopper.BACKWARD_PASSES for tile in passes), *hopper.ONE_PASS):
             out.append(variant(hopper_backward_name(dtype, tile), "backward_sm90", tile, dtype))
+        for tile in hopper.ONE_PASS:
+            options = ("columns", tile.dq_columns), ("dtype", dtype), ("head_dim", tile.head_dim)
+            name = hopper_query_gradient_name(dtype, tile)
+            out.append(KernelVariant(name, "query_gradient_sm90", options, (hopper.ARCH,)))
     return out
 
 
@@ -413,7 +431,13 @@ def hopper_forward_name(dtype: str, tile: hopper.ForwardTile) -> str:
 def hopper_backward_name(dtype: str, tile: hopper.BackwardTile) -> str:
     """Name of a variant of the Hopper backward kernel, after the gradients that it computes."""
     gradients = ("dk" if tile.has_c2 else "") + ("dv" if tile.has_c1 else "") if tile.transposed else "dq"
+    gradients = ("dq" if tile.adds_dq else "") + gradients
     return f"backward_sm90_{dtype}_{gradients}_{tile.head_dim}x{tile.value_dim}"
+
+
+def hopper_query_gradient_name(dtype: str, tile: hopper.BackwardTile) -> str:
+    """Name of the variant that rounds dQ to 16 bits where ``tile`` adds it in memory."""
+    return f"query_gradient_sm90_{dtype}_{tile.head_dim}"
 
 
 VARIANTS: dict[str, KernelVariant] = {variant.name: variant for variant in _variants()}

@@ -80,20 +80,27 @@ def arguments(spec: AttentionSpec, target: Target, is_backward: bool) -> tuple[A
 
 
 def merge(plans: Sequence[tuple[LaunchPlan, tuple[Argument, ...]]]) -> tuple[LaunchPlan, tuple[Argument, ...]]:
-    """One plan for several architectures and its arguments: each that any of them is given, once."""
+    """One plan for several architectures and its arguments: each that any of them is given, once.
+
+    A plan may have workspaces behind the results that all have.
+    """
     sizes: dict[Argument, int] = {}
     for plan, given in plans:
         for argument, size in zip(given, plan.argument_bytes, strict=True):
             if sizes.setdefault(argument, size) != size:
                 raise ValueError(f"plans disagree about the bytes of argument {argument}: {sizes[argument]} and {size}")
     names = tuple(sizes)
+    results = max((plan.result_bytes for plan, _ in plans), key=len)
+    for plan, _ in plans:
+        if plan.result_bytes != results[: len(plan.result_bytes)]:
+            raise ValueError(f"plans disagree about the bytes of results: {plan.result_bytes} and {results}")
     programs = []
     for plan, given in plans:
         to = [names.index(argument) for argument in given]
         to += range(len(names), len(names) + len(plan.result_bytes))
         programs += [_with_operands(program, to) for program in plan.programs]
     first = plans[0][0]
-    return LaunchPlan(first.name, tuple(sizes.values()), first.result_bytes, tuple(programs)), names
+    return LaunchPlan(first.name, tuple(sizes.values()), results, tuple(programs)), names
 
 
 def _with_operands(program: launch.Program, to: Sequence[int]) -> launch.Program:

@@ -12,6 +12,7 @@ from jax_fa_blackwell.plan.target import get_target
 ARCH = "sm_90a"
 TILE_ROWS = 64
 """Rows of a warpgroup's products."""
+WARPGROUP_THREADS = 128
 SLICE = 64
 """Head dims of a slice: one row of the 128-byte swizzle in 16-bit elements."""
 SHARED_BYTES = get_target(ARCH).shared_bytes - 1024
@@ -162,6 +163,8 @@ class BackwardTile(_Warpgroups):
       has_c1: whether dV is computed.
       has_c2: whether dQ, or transposed dK, is computed.
       warpgroups: consumer warpgroups of 64 rows.
+      adds_dq: transposed only: whether dQ is added in global memory.
+      caps: whether it can soft-cap scores, which takes registers.
     """
 
     head_dim: int
@@ -171,8 +174,10 @@ class BackwardTile(_Warpgroups):
     has_c1: bool
     has_c2: bool
     warpgroups: int = 2
+    adds_dq: bool = False
+    caps: bool = True
 
-    BARRIER_BYTES: ClassVar[int] = 256
+    BARRIER_BYTES: ClassVar[int] = 384
     REGISTERS: ClassVar = {2: (232, 40), 3: (160, 32)}
     """As for the forward."""
 
@@ -185,17 +190,34 @@ class BackwardTile(_Warpgroups):
         self.check_warpgroups()
         if not (self.has_c1 or self.has_c2) or (self.has_c1 and not self.transposed):
             raise ValueError(f"a backward pass computes dQ, or transposed dK, dV or both; got {self}")
+        if self.adds_dq and not (self.has_c1 and self.has_c2 and self.warpgroups == 2 and self.columns in (64, 128)):
+            raise ValueError(f"a pass that adds dQ has dK and dV, 2 warpgroups, and 64 or 128 columns; got {self}")
         if self.registers > self.consumer_registers:
             raise ValueError(f"backward tile needs {self.registers} registers of {self.consumer_registers}: {self}")
         if self.slots < 3:
             raise ValueError(f"backward tile has shared memory for {self.slots} slots and needs 3: {self}")
 
     @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread."""
+        return super().consumer_registers + (8 if self._is_tight else 0)
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a producer's thread."""
+        return super().producer_registers - (16 if self._is_tight else 0)
+
+    @property
+    def _is_tight(self) -> bool:
+        # A producer whose blocks have 64 columns spares what the products of one such block need.
+        return self.adds_dq and self.head_dim > 96
+
+    @property
     def registers(self) -> int:
         """Registers that a consumer's thread needs at least: the results, S and dP, and P in 16 bits."""
         results = (self.value_dim if self.has_c1 else 0) + (self.head_dim if self.has_c2 else 0)
-        scores = self.columns * (2 if self.has_c2 else 1)
-        return (results + scores) // 2 + (self.columns // 4 if self.has_c1 else 0) + _SPARE_REGISTERS
+        scores = self.part_columns * ((2 if self.has_c2 else 1) + self.looks_ahead)
+        return (results + scores) // 2 + (self.part_columns // 4 if self.has_c1 else 0) + _SPARE_REGISTERS
 
     @property
     def score_slices(self) -> int:
@@ -219,12 +241,12 @@ class BackwardTile(_Warpgroups):
 
     @property
     def slice_bytes(self) -> int:
-        """Shared memory of a slice of a block."""
-        return self.columns * SLICE * 2
+        """Shared memory of a slice of a part."""
+        return self.part_columns * SLICE * 2
 
     @property
     def slot_bytes(self) -> int:
-        """Shared memory of a slot: a block of either operand of the columns."""
+        """Shared memory of a slot: a part of a block of either operand of the columns."""
         return max(self.score_slices, self.value_slices) * self.slice_bytes
 
     @property
@@ -233,21 +255,71 @@ class BackwardTile(_Warpgroups):
         return 2 * 4 * self.columns if self.transposed else 0
 
     @property
+    def weight_bytes(self) -> int:
+        """Shared memory of dS of a block, from where dQ is made."""
+        return self.rows * self.columns * 2 if self.adds_dq else 0
+
+    @property
+    def sum_bytes(self) -> int:
+        """Shared memory of dQ of a block, from where it is added."""
+        return 4 * self.columns * self.head_dim if self.adds_dq else 0
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether the rows of K and V stay in registers, which spares shared memory the reading of them."""
+        return self.adds_dq and self.head_dim + self.value_dim <= 128
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether the first scores of a block are multiplied during the block before, which takes a slot more."""
+        return self.adds_dq and self.slots > 2 * self.parts
+
+    @property
+    def weight_stages(self) -> int:
+        """Blocks whose dS is in shared memory: two, so that a block need not wait for the one before to be read."""
+        return 2 if self.parts == 1 or self.head_dim <= SLICE else 1
+
+    @property
+    def parts(self) -> int:
+        """Parts that a block's scores are computed in."""
+        return self.columns // TILE_ROWS if self.adds_dq else 1
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the scores of the next part are multiplied early; else there are not enough registers."""
+        return self.parts > 1 and 128 < self.head_dim + self.value_dim <= 160
+
+    @property
+    def part_columns(self) -> int:
+        """Columns of a part."""
+        return self.columns // self.parts
+
+    @property
+    def dq_columns(self) -> int:
+        """Head dims of dQ that a warpgroup multiplies: half of them, if its queries are all of the block's."""
+        return self.head_dim // (self.warpgroups if self.parts == 1 else 1)
+
+    @property
     def header_bytes(self) -> int:
         """Shared memory before the operands: barriers and statistics."""
         return round_up(self.BARRIER_BYTES + STATISTIC_STAGES * self.statistic_bytes, 1024)
 
     @property
     def slots(self) -> int:
-        """Blocks of columns in shared memory; more than six help nothing."""
+        """Parts of blocks of columns in shared memory; more than six, or eight of two parts, help nothing."""
+        most = 8 if self.parts > 1 else 4 if self.adds_dq else 6
+        return min((SHARED_BYTES - self.fixed_bytes) // self.slot_bytes, most)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory of everything but the slots."""
         rows = self.warpgroups * (self.a1_bytes + self.a2_bytes)
-        rest = SHARED_BYTES - self.header_bytes - rows
-        return min(rest // self.slot_bytes, 6)
+        return self.header_bytes + rows + self.weight_stages * self.weight_bytes + self.sum_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return self.header_bytes + self.warpgroups * (self.a1_bytes + self.a2_bytes) + self.slots * self.slot_bytes
+        return self.fixed_bytes + self.slots * self.slot_bytes
 
 
 def _passes(dim: int, query_columns: int, *key_columns: int) -> tuple[BackwardTile, ...]:
@@ -271,6 +343,15 @@ BACKWARD_PASSES = (
     _passes(256, 48, 64, 80),
 )
 """Passes by class of head dims, the cheapest first; a call takes the first that hold both of its head dims."""
+
+ONE_PASS = tuple(
+    BackwardTile(dim, dim, columns, transposed=True, has_c1=True, has_c2=True, adds_dq=True, caps=False)
+    for dim, columns in ((64, 128), (80, 128), (96, 128), (128, 64))
+)
+"""Passes that compute all gradients and add dQ in memory, by class of head dims, the cheapest first.
+
+The order of the additions, and with it the rounding of dQ, differs from run to run.
+"""
 
 
 MAX_DIM = 256

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jax_fa_blackwell.kernels import abi, registry
 from jax_fa_blackwell.plan import hopper, hopper_forward, launch
 from jax_fa_blackwell.plan.account import Account
-from jax_fa_blackwell.plan.slices import LOG2_E, ROWS, WORK_ENTRY_BYTES, mask_scalars
+from jax_fa_blackwell.plan.slices import LOG2_E, ROWS, WORK_ENTRY_BYTES, mask_scalars, round_up
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import Target
 
@@ -38,8 +38,8 @@ class Pass:
 
     @property
     def row_groups(self) -> int:
-        """Work items along the rows' axis."""
-        return -(-self.rows // self.tile.rows)
+        """Work items along the rows' axis; where they are paired an even number, the last perhaps without rows."""
+        return round_up(-(-self.rows // self.tile.rows), 1 + self.is_paired)
 
     @property
     def items(self) -> int:
@@ -47,9 +47,18 @@ class Pass:
         return self.row_groups * self.row_heads * self.spec.batch
 
     @property
+    def is_paired(self) -> bool:
+        """Whether a block does two items of a head one after the other, of which a mask leaves one the more."""
+        spec = self.spec
+        pairs = -(-self.rows // self.tile.rows) * self.row_heads * spec.batch // 2
+        return self.tile.adds_dq and spec.mask_form == "affine" and pairs >= self.target.sm_count
+
+    @property
     def section(self) -> int:
-        """Heads whose items come before those of the next heads, as in the forward."""
+        """Heads whose items come before those of the next heads, as in the forward; one where dQ is added."""
         spec, group = self.spec, self.spec.group_size
+        if self.tile.adds_dq:
+            return 1
         if spec.mask_form != "none":
             return spec.batch * self.row_heads
         per_head = 2 * self.columns * (spec.head_dim + spec.value_head_dim)
@@ -78,20 +87,22 @@ class Pass:
         """Cycles of 128 rows and 128 columns."""
         spec, tile = self.spec, self.tile
         # Of the five products dQ's pass owns dQ's alone: the others are those of dK and dV.
-        ideal = spec.head_dim
+        ideal = 0 if tile.transposed and not tile.adds_dq else spec.head_dim
         if tile.transposed:
-            ideal = (2 * spec.head_dim + spec.value_head_dim if tile.has_c2 else 0) + (
+            ideal += (2 * spec.head_dim + spec.value_head_dim if tile.has_c2 else 0) + (
                 spec.value_head_dim if tile.has_c1 else 0
             )
         left = (tile.head_dim + (tile.value_dim if tile.has_c2 else 0)) * ROWS // tile.columns
         written = (tile.head_dim + tile.value_dim) * ROWS / tile.rows
         read = left + self._dims() * ROWS // hopper.TILE_ROWS
+        if tile.adds_dq:  # dS is written once and read once
+            read, written = read + ROWS, written + ROWS
         return Account(self.target, ideal, self._dims(), 1, read, written)
 
     def _dims(self) -> int:
         """Head dims that the products sum over or make."""
         tile = self.tile
-        return (1 + tile.has_c2) * tile.head_dim + (tile.has_c1 + tile.has_c2) * tile.value_dim
+        return (1 + tile.has_c2 + tile.adds_dq) * tile.head_dim + (tile.has_c1 + tile.has_c2) * tile.value_dim
 
 
 def plan_backward(spec: AttentionSpec, target: Target) -> tuple[Pass, ...]:
@@ -100,14 +111,17 @@ def plan_backward(spec: AttentionSpec, target: Target) -> tuple[Pass, ...]:
     if limit is not None:
         raise ValueError(f"no backward plan: {limit}")
     passes = next(passes for passes in hopper.BACKWARD_PASSES if hopper.holds(passes[0], spec))
+    if not spec.deterministic and spec.logits_soft_cap is None:
+        passes = next(((tile,) for tile in hopper.ONE_PASS if hopper.holds(tile, spec)), passes)
     return tuple(Pass(spec, target, tile) for tile in passes)
 
 
 def launch_backward(passes: tuple[Pass, ...], find: Callable[[str], tuple[str, str, str]]) -> launch.LaunchPlan:
-    """The custom call: the passes one after the other.
+    """The custom call: the passes one after the other, or one that adds dQ to a workspace and what rounds the sums.
 
     Arguments: query, key, value, dO, fp32 LSE [B, N, T], fp32 delta [B, N, T], then for row intervals (low, high) of
-    the queries and of the keys, and for each pass its list of blocks (``blocks.py``). Results: dQ, dK, dV.
+    the queries and of the keys, and for each pass its list of blocks (``blocks.py``). Results: dQ, dK, dV, and the
+    workspace if any.
 
     Args:
       passes: from ``plan_backward``.
@@ -125,6 +139,8 @@ def launch_backward(passes: tuple[Pass, ...], find: Callable[[str], tuple[str, s
         sizes |= {f"blocks{i}": WORK_ENTRY_BYTES * B * one.row_groups for i, one in enumerate(passes)}
     arguments = len(sizes)
     sizes |= {name: 2 * B * rows * heads * dim for name, (rows, heads, dim) in results.items()}
+    if passes[0].tile.adds_dq:
+        sizes["sums"] = 4 * B * N * round_up(T, passes[0].tile.columns) * passes[0].tile.head_dim
     operand = {name: index for index, name in enumerate(sizes)}
 
     def tensor_map(name: str, box_rows: int) -> launch.TensorMap:
@@ -137,14 +153,32 @@ def launch_backward(passes: tuple[Pass, ...], find: Callable[[str], tuple[str, s
         return launch.Pointer(operand.get(name, operand["lse"]))
 
     steps = []
+    if "sums" in sizes:
+        steps.append(launch.Fill(operand["sums"], sizes["sums"] // 4))
     for index, one in enumerate(passes):
         values = _parameters(one, tensor_map, pointer) | {"blocks": pointer(f"blocks{index}")}
         step = launch.Launch(
             *find(one.kernel),
-            (min(one.items, target.sm_count), 1, 1),
+            (min(one.items >> one.is_paired, target.sm_count), 1, 1),
             (one.tile.threads, 1, 1),
             abi.bind(registry.KERNELS["backward_sm90"].parameters, values),
             shared_bytes=one.shared_bytes,
+        )
+        steps.append(step)
+    if "sums" in sizes:
+        kernel = registry.hopper_query_gradient_name(spec.dtype, passes[0].tile)
+        values = {
+            "sums": pointer("sums"),
+            "query_gradient": pointer("grad_query"),
+            "scale": launch.Float32(spec.scale),
+            "rows": launch.Int32(T),
+            "head_dim": launch.Int32(H),
+        }
+        step = launch.Launch(
+            *find(kernel),
+            (round_up(T, passes[0].tile.columns) // hopper.TILE_ROWS, N, B),
+            (hopper.WARPGROUP_THREADS, 1, 1),
+            abi.bind(registry.KERNELS["query_gradient_sm90"].parameters, values),
         )
         steps.append(step)
     program = launch.Program(target.arch, tuple(steps))
@@ -175,14 +209,16 @@ def _parameters(one: Pass, tensor_map, pointer) -> dict[str, launch.Param]:
         "row_groups": one.row_groups,
         "section": one.section,
         "heavy_last": int(not tile.transposed),
+        "paired": int(one.is_paired),
         "has_cap": int(spec.logits_soft_cap is not None),
     }
-    boxes = (hopper.TILE_ROWS, hopper.TILE_ROWS, tile.columns, tile.columns)
+    boxes = (hopper.TILE_ROWS, hopper.TILE_ROWS, tile.part_columns, tile.part_columns)
     names = ("a1", "a2", "b1", "b2")
     return {
         **{f"{name}_map": tensor_map(of, box) for name, of, box in zip(names, operands, boxes, strict=True)},
         "c1": pointer(f"grad_{results[0]}"),
         "c2": pointer(f"grad_{results[1]}"),
+        "dq": pointer("sums"),
         "lse": pointer("lse"),
         "delta": pointer("delta"),
         "low": pointer(f"{side}_low"),

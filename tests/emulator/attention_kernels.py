@@ -142,8 +142,8 @@ def backward(
     arrays = _arguments(spec, arch, case, inputs, grad_out=cotangents[0], lse=lse, delta=delta)
     results, report = run(cuda.make_backward_plan, spec, arrays, arch, **options)
     names = ("query", "key", "value")
-    gradients = {
-        f"d_{name}": array.view(dtype).reshape(inputs[name].shape) for name, array in zip(names, results, strict=True)
+    gradients = {  # a workspace may follow them
+        f"d_{name}": array.view(dtype).reshape(inputs[name].shape) for name, array in zip(names, results, strict=False)
     }
     if case.sinks:
         sinks = inputs["sinks"].astype(np.float32)[:, None]

@@ -5,7 +5,7 @@ import pytest
 from jax_fa_blackwell.kernels import registry
 from jax_fa_blackwell.plan import attention, hopper, hopper_backward, hopper_forward
 from jax_fa_blackwell.plan.hopper import BackwardTile, ForwardTile
-from jax_fa_blackwell.plan.launch import Launch, LaunchPlan, Pointer, Program, TensorMap
+from jax_fa_blackwell.plan.launch import Fill, Launch, LaunchPlan, Pointer, Program, TensorMap
 from jax_fa_blackwell.plan.spec import AttentionSpec
 from jax_fa_blackwell.plan.target import get_target
 
@@ -24,9 +24,9 @@ def find(name: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_head_dim_has_plans_of_registered_kernels(head_dim):
     for value_head_dim in range(8, 257, 8):
-        one = spec(head_dim, value_head_dim)
-        plans = hopper_forward.plan_forward(one, TARGET), *hopper_backward.plan_backward(one, TARGET)
-        for plan in plans:
+        one, fixed = (spec(head_dim, value_head_dim, deterministic=flag) for flag in (False, True))
+        backward = [pass_ for call in (one, fixed) for pass_ in hopper_backward.plan_backward(call, TARGET)]
+        for plan in (hopper_forward.plan_forward(one, TARGET), *backward):
             variant = registry.get_variant(plan.kernel)
             assert dict(variant.options)["head_dim"] == plan.tile.head_dim >= head_dim
             assert dict(variant.options)["value_dim"] == plan.tile.value_dim >= value_head_dim
@@ -49,8 +49,49 @@ def test_passes_of_the_backward_compute_each_gradient_once():
 
 
 def test_products():
-    for head_dim, products in ((64, 7), (128, 7), (192, 8), (256, 8)):
-        assert sum(one.gemms for one in hopper_backward.plan_backward(spec(head_dim, head_dim), TARGET)) == products
+    for head_dim, deterministic, products in (
+        (64, False, 5),
+        (128, False, 5),
+        (64, True, 7),
+        (128, True, 7),
+        (192, False, 8),
+        (256, False, 8),
+    ):
+        passes = hopper_backward.plan_backward(spec(head_dim, head_dim, deterministic=deterministic), TARGET)
+        assert sum(one.gemms for one in passes) == products
+
+
+def test_one_pass_adds_dq_unless_gradients_must_be_the_same_bits_or_scores_are_capped():
+    for one, count in ((spec(), 1), (spec(deterministic=True), 2), (spec(logits_soft_cap=5.0), 2), (spec(136), 3)):
+        passes = hopper_backward.plan_backward(one, TARGET)
+        plan = hopper_backward.launch_backward(passes, find)
+        assert len(passes) == count
+        assert [pass_.tile.adds_dq for pass_ in passes] == ([True] if count == 1 else [False] * count)
+        assert len(plan.result_bytes) == (4 if count == 1 else 3)
+        fills = [step for step in plan.programs[0].steps if isinstance(step, Fill)]
+        if count == 1:  # the whole workspace: 64 queries at a time, in fp32
+            (fill,) = fills
+            assert 4 * fill.words == plan.result_bytes[3] == 4 * 2 * 8 * 320 * 128
+        else:
+            assert not fills
+
+
+@pytest.mark.parametrize("rows", [1, 127, 300, 4000, 8192])
+@pytest.mark.parametrize("mask_form", ["none", "affine", "rows"])
+def test_paired_items_are_each_done_once(rows, mask_form):
+    """The order of ``kernels/sm90/work.py``, item_of_pairs, by the plan's numbers."""
+    one = AttentionSpec(2, 300, rows, 8, 4, 64, 64, "bfloat16", 0.1, mask_form, -300, 1)
+    (only,) = hopper_backward.plan_backward(one, TARGET)
+    paired, groups = int(only.is_paired), only.row_groups
+    assert not paired or groups % 2 == 0
+    done = []
+    for unit in range(only.items >> paired):
+        for second in range(1 + paired):
+            head, group = divmod(unit, groups >> paired)
+            done.append(head * groups + (groups - 1 - group if second else group))
+    assert sorted(done) == list(range(only.items))
+    assert groups * only.tile.rows >= rows
+    assert paired == (mask_form == "affine" and rows == 8192)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +107,7 @@ def test_products():
         (lambda: BackwardTile(256, 256, 64, True, True, True), r"needs \d+ registers of 232"),
         (lambda: BackwardTile(256, 256, 80, False, False, True), "registers|slots"),
         (lambda: BackwardTile(72, 72, 64, False, False, True), "no wgmma shape"),
+        (lambda: BackwardTile(64, 64, 96, True, True, True, adds_dq=True), "64 or 128 columns; got"),
     ],
 )
 def test_what_is_not_legal(make, message):

@@ -52,6 +52,31 @@ def multiply_dims(
 
 
 @cute.jit
+def load_rows(weights, rows):
+    """Loads the warpgroup's 64 rows, slices at the address ``rows``, as the left operand of ``multiply_held``."""
+    lane = cute.arch.lane_idx()
+    row = cute.arch.warp_idx() % 4 * 16 + (lane // 8 % 2) * 8 + lane % 8
+    for step in cutlass.range_constexpr(cute.size(weights) // 4):
+        chunk = (step % 4 * 2 + lane // 16) ^ (lane % 8)
+        address = rows + step // 4 * (instructions.TILE_ROWS * 128) + row * 128 + chunk * 16
+        loaded = instructions.ld_matrix_x4(address)
+        for i in cutlass.range_constexpr(4):
+            weights[4 * step + i] = loaded[i]
+
+
+@cute.jit
+def multiply_held(kind: cutlass.Constexpr, fragment, weights, columns, slice_bytes: cutlass.Constexpr):
+    """As ``multiply_dims`` with A in registers (``load_rows``)."""
+    steps = cute.size(weights) // 4
+    a = [[weights[4 * step + i] for i in range(4)] for step in range(steps)]
+    offsets = [step // 4 * (slice_bytes >> 4) + step % 4 * instructions.SLICE_STEP for step in range(steps)]
+    count = cute.size(fragment)
+    results = instructions.multiply(kind, 2 * count, a, instructions.descriptor(columns), offsets)
+    for i in cutlass.range_constexpr(count):
+        fragment[i] = results[i]
+
+
+@cute.jit
 def multiply_rows(kind: cutlass.Constexpr, fragment, weights, rows, slice_bytes: cutlass.Constexpr):
     """D += W B over the rows of B, issued; W packed by ``pack``, B at the address ``rows``."""
     steps = cute.size(weights) // 4
@@ -64,6 +89,50 @@ def multiply_rows(kind: cutlass.Constexpr, fragment, weights, rows, slice_bytes:
     )
     for i in cutlass.range_constexpr(count):
         fragment[i] = results[i]
+
+
+@cute.jit
+def multiply_transposed(
+    kind: cutlass.Constexpr,
+    fragment,
+    columns,
+    rows,
+    steps: cutlass.Constexpr,
+    tile_bytes: cutlass.Constexpr,
+    slice_bytes: cutlass.Constexpr,
+):
+    """D = A^T B, issued: A of 64 columns, both summed over their rows.
+
+    Args:
+      kind: PTX name of the 16-bit type.
+      fragment: D.
+      columns: address of A, one slice.
+      rows: address of B, in tiles of 64 rows.
+      steps: of 16 rows.
+      tile_bytes: distance of B's tiles.
+      slice_bytes: distance of B's slices.
+    """
+    count = cute.size(fragment)
+    a, b = instructions.descriptor(columns), instructions.descriptor(rows, slice_bytes)
+    a_offsets = [step * instructions.ROW_STEP for step in range(steps)]
+    b_offsets = [step // 4 * (tile_bytes >> 4) + step % 4 * instructions.ROW_STEP for step in range(steps)]
+    results = instructions.multiply(kind, 2 * count, (a, a_offsets), b, b_offsets, a_rows_summed=True, rows_summed=True)
+    for i in cutlass.range_constexpr(count):
+        fragment[i] = results[i]
+
+
+@cute.jit
+def store_weights(weights, slices, slice_bytes: cutlass.Constexpr):
+    """Stores weights packed by ``pack`` to shared memory, in slices of 64 columns; ``slices`` is the address of row 0.
+
+    The warp's rows are 16 of the slice's.
+    """
+    lane = cute.arch.lane_idx()
+    row = cute.arch.warp_idx() * 16 + (lane // 8 % 2) * 8 + lane % 8
+    for i in cutlass.range_constexpr(cute.size(weights) // 4):  # two chunks of eight columns
+        chunk = (2 * (i % 4) + lane // 16) ^ (lane % 8)
+        address = slices + i // 4 * slice_bytes + row * 128 + chunk * 16
+        instructions.st_matrix_x4(address, [weights[4 * i + j] for j in range(4)])
 
 
 @cute.jit

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
@@ -40,7 +41,17 @@ def descriptor(address: Int32, slice_bytes: int = 16) -> Int64:
     return Int64(fixed) | Int64((address >> 4) & 0x3FFF)
 
 
-def multiply(kind: str, columns: int, a, b: Int64, b_offsets: Sequence[int], *, rows_summed=False, accumulator=None):
+def multiply(
+    kind: str,
+    columns: int,
+    a,
+    b: Int64,
+    b_offsets: Sequence[int],
+    *,
+    a_rows_summed=False,
+    rows_summed=False,
+    accumulator=None,
+):
     """D (+)= sum of A_s B_s over steps of 16, committed as one group and not awaited; returns D's registers.
 
     Args:
@@ -49,6 +60,7 @@ def multiply(kind: str, columns: int, a, b: Int64, b_offsets: Sequence[int], *, 
       a: 64 rows of A: descriptor and what each step adds to it, or for each step a list of four registers.
       b: descriptor of B: [columns, summed], or [summed, columns] with ``rows_summed``.
       b_offsets: what each step adds to it.
+      a_rows_summed: the layout of A in shared memory: [64 rows, summed], or [summed, 64 rows].
       rows_summed: the layout of B.
       accumulator: registers to add to; None begins from zero.
     """
@@ -76,7 +88,7 @@ def multiply(kind: str, columns: int, a, b: Int64, b_offsets: Sequence[int], *, 
         lines.append(f"add.s64 b, {b_operand}, {offset};")
         if a_offsets is not None:
             lines.append(f"add.s64 a, {a_operand}, {a_offsets[step]};")
-            left, layout = "a", f"0, {int(rows_summed)}"
+            left, layout = "a", f"{int(a_rows_summed)}, {int(rows_summed)}"
         else:
             at = count + len(inputs)
             left, layout = "{" + ", ".join(f"${at + i}" for i in range(4)) + "}", f"{int(rows_summed)}"
@@ -127,3 +139,47 @@ def nominal_tensor_map(pointer, element: type, extent: Int32):
 def st_global_v4(address: Int64, values: Sequence):
     """Stores 16 bytes to global memory."""
     inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def ld_matrix_x4(address: Int32) -> list[Uint32]:
+    """Loads four 8 x 8 matrices of 16-bit elements; lane 8 m + i has the address of row i of matrix m."""
+    return list(
+        inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def st_matrix_x4(address: Int32, values: Sequence):
+    """Stores four 8 x 8 matrices of 16-bit elements; lane 8 m + i has the address of row i of matrix m."""
+    inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *values],
+    )
+
+
+def bulk_add(destination: Int64, source: Int32, size: int):
+    """Adds ``size`` bytes of floats in shared memory to global memory; part of the thread's current bulk group."""
+    inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[destination, source, Int32(size)],
+    )
+
+
+def ld_global_v4(address: Int64) -> list[Float32]:
+    """Loads four floats from global memory."""
+    return list(
+        inline_ptx(
+            "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def warp_max(x: Int32) -> Int32:
+    """The greatest of a warp's numbers, known to be the same in all lanes."""
+    text = "redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;"
+    return cute.arch.make_warp_uniform(inline_ptx(text, write_only_types=[Int32], read_only_args=[Int32(x)]))

@@ -26,6 +26,31 @@ def item(wave):
 
 
 @cute.jit
+def waves_of_pairs(p):
+    """How many items this block has in the order of ``item_of_pairs``."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    return ((p.items >> p.paired) - block + blocks - 1) // blocks << p.paired
+
+
+@cute.jit
+def item_of_pairs(p, wave):
+    """This block's item of a wave, few heads at a time, that what they add to stays in the cache.
+
+    Items come in their order, or where ``paired`` the first of a head's groups of rows with the last, then the second
+    with the last but one: under a causal mask all pairs have the same work.
+    """
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    unit = (wave >> p.paired) * blocks + block
+    groups = p.row_groups >> p.paired
+    head, row_group = unit // groups, unit % groups
+    if (wave & p.paired) != 0:
+        row_group = p.row_groups - 1 - row_group
+    return head * p.row_groups + row_group
+
+
+@cute.jit
 def find(p, tile: cutlass.Constexpr, blocks: cute.Pointer, index):
     """(batch, head, first row, first block, count of blocks) of an item, the heaviest first.
 
