@@ -83,7 +83,8 @@ def flash_attention(
       logits_soft_cap: static positive number, or None.
       sinks: floating [N]; each head's softmax denominator gets ``exp(sink)`` more.
       return_lse: whether to return the log-sum-exp too.
-      deterministic: whether gradients must be the same, bit for bit, in every run ("xla" and "reference" always are).
+      deterministic: whether gradients must be the same, bit for bit, in every run ("xla", "reference" and the kernels
+        for Blackwell always are; those for Hopper are slower so, up to head dim 128).
       implementation: "cuda" (kernels), "xla" (pure JAX, memory linear in T and S), "reference" (the definition,
         quadratic memory), or None for the best available, which logs why once where it is not "cuda".
       checkpoint_name: what the output and the LSE are called for ``jax.checkpoint``: with the policy
