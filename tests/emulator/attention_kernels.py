@@ -95,6 +95,7 @@ def make_spec(case: Case, dtype: Any) -> AttentionSpec:
         intervals.upper if affine else 0,
         logits_soft_cap=case.option("logits_soft_cap"),
         has_sinks=case.sinks,
+        deterministic=bool(case.option("deterministic")),
     )
 
 
